@@ -6,7 +6,7 @@ KERNELS := .venv/.kernels
 # The tests start hundreds of processes, and each would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint fast mutate bench peers images-test proto lock clean
+.PHONY: setup demo test test-cuda lint fast mutate bench peers images-test proto lock clean
 
 setup: $(STAMP) $(KERNELS)
 
@@ -41,6 +41,14 @@ FAST_WAITS := tests/router/test_http_server.py
 FAST_ENGINE := $(addprefix tests/engine/test_,block_pool.py scheduler.py sampler.py)
 fast: setup
 	@printf '%s\n' $(FAST_WAITS) tests/tandem "tests/router --ignore=$(FAST_WAITS)" "tests/rules $(FAST_ENGINE)" | xargs -P 4 -I@ sh -c '$(BIN)/python -m pytest --hypothesis-profile=fast -m "not long" @'
+
+# Steps on a pretended GPU, which need torch as PyPI has it (gigabytes) and no driver; any torch for CPU is passed over.
+TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
+test-cuda: setup
+	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check "torch==$(TORCH),!=$(TORCH)+cpu"
+	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock "torch!=$(TORCH)+cpu"
+	@.venv-cuda/bin/python -m pytest tests/engine/test_cuda_forward.py
 
 # Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
 mutate: setup

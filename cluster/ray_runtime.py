@@ -37,6 +37,7 @@ from ray.exceptions import RayError
 from cluster.placement import POOLS, Placement, check_gpus, check_registry
 from cluster.ray_actors import (
     NAMESPACE,
+    PLACED_BYTES,
     WORKERS_PER_ROLE,
     OwnerActor,
     SupervisorActor,
@@ -168,6 +169,7 @@ class Runtime:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
+            memory=PLACED_BYTES,
             scheduling_strategy=on_node(self._placement.home, soft=True),  # elsewhere it ends what is left
             max_restarts=-1,
             max_task_retries=-1,

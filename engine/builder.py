@@ -16,12 +16,13 @@ import torch
 
 from engine import kernels
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.step_time import MANY, StepTime
 from engine.decoding import sampler
 from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
 from engine.decoding.structured_output import Grammars
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.kernels import speed_check
 from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
@@ -38,6 +39,7 @@ CALIBRATION_TOKENS = 256
 BUDGETS = {"cpu": 512, "cuda": 8192}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's, today's name and the former one
+NO_DRAFTS = "a model with recurrent layers neither guesses nor verifies drafts, which would change its states"
 KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
 
@@ -65,7 +67,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         cache=_cache(settings),
         progress=say,
     )
-    draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None
+    draft = _draft_model(settings, model, say) if generates and settings.speculation != "off" else None
     _return_memory()
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
     pace = _calibrate(model, settings)
@@ -93,7 +95,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     speculation = _speculation(settings, draft, blocks) if generates else None
     engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
     engine.products = products
-    say(f"{blocks} blocks of KV allocated")
+    say(f"{blocks} blocks of KV allocated{engine.states or ''}")
     if device.type == "cuda":
         problem = sampler.kernel_problem(device)
         say(f"sampling: {f'plain PyTorch, because the kernel {problem}' if problem else 'cuda (triton)'}")
@@ -107,13 +109,14 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     length = min(model.max_model_len - 1, token_budget(settings, model.device), CALIBRATION_TOKENS)
     several = min(1 + MANY, settings.max_num_seqs)
     blocks = -(-(length + 1) // settings.block_size)
-    pages = model.allocate(blocks, settings.block_size)
+    pages = model.allocate(blocks, settings.block_size, several)
     table = list(range(blocks))
 
     def seconds(first: int, count: int, sequences: int = 1) -> float:
         batch = Batch()
         for _ in range(sequences):
             batch.add([at % model.vocab_size for at in range(first, first + count)], first, table, [count - 1])
+        batch.slots = list(range(sequences))
         model.forward(pages, batch)
         start = perf_counter()
         model.forward(pages, batch).cpu()  # on a GPU: waits for it
@@ -125,10 +128,14 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     return StepTime(single, max(0.0, batched - single) / max(1, several - 1), length / own)
 
 
-def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner:
-    """The smaller model that guesses; it must speak of the same tokens."""
+def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner | None:
+    """The smaller model that guesses, if there is one; it must speak of the same tokens."""
+    if target.mixers is not None:
+        raise SettingsError(f"{settings.model}: {NO_DRAFTS}", field="speculation", bound="off for this model")
+    if settings.draft_model is None:
+        return None
     draft = load_model(
-        settings.draft_model or "",
+        settings.draft_model,
         dtype=target.dtype,
         device=target.device,
         block_size=settings.block_size,
@@ -136,6 +143,8 @@ def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], N
         cache=_cache(settings),
         progress=lambda line: say(f"draft model: {line}"),
     )
+    if draft.mixers is not None:
+        raise SettingsError(f"{settings.draft_model}: {NO_DRAFTS}", field="draft_model", bound="a model without them")
     if draft.vocab_size != target.vocab_size:
         raise SettingsError(
             f"draft_model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size};"
@@ -240,19 +249,20 @@ def _measured_blocks(
 
     Never more than `max_num_seqs` sequences of the longest length could use.
     """
-    working = _profile(model, settings)
+    working, layout = _profile(model, settings), model.layout(settings.block_size)
+    slots = (settings.max_num_seqs + 1) * layout.state_bytes
     kept = sum(runner.mapped_bytes for runner in (model, draft) if runner)
-    free = _free_bytes(model.device, kept, settings.gpu_share)
+    free = _free_bytes(model.device, kept, settings.gpu_share) - slots
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
     block = sum(runner.block_bytes(settings.block_size) for runner in (model, draft) if runner)
-    per_sequence = -(-model.max_model_len // settings.block_size)
+    per_sequence = -(-model.max_model_len // settings.block_size) + layout.state_blocks
     fits = int((free - working) * share) // block
     if fits < per_sequence:
         raise TooLarge(
             f"one sequence of {model.max_model_len} tokens needs {per_sequence * block / 2**20:.0f} MiB of KV,"
             f" {max(0, fits) * block / 2**20:.0f} MiB may be used; lower max_model_len or raise memory_utilization",
             field="max_model_len",
-            bound=f"<= {max(0, fits) * settings.block_size}",
+            bound=f"<= {max(0, fits - layout.state_blocks) * settings.block_size}",
         )
     blocks = min(fits, per_sequence * settings.max_num_seqs)
     say(
@@ -289,7 +299,7 @@ def _largest_step(model: ModelRunner, settings: Settings) -> tuple[Batch, int]:
     blocks = -(-length // settings.block_size)
     table = [index % blocks for index in range(-(-(done + length) // settings.block_size))]
     wanted = range(min(length, settings.max_num_seqs + EXTRA_LOGITS))
-    batch = Batch()
+    batch = Batch(slots=[0])
     batch.add([index % model.vocab_size for index in range(length)], done, table, wanted)
     return batch, blocks
 

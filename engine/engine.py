@@ -19,39 +19,31 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from engine.attention.forward_context import Batch, device_done
+from engine.attention.forward_context import Batch, device_done, out_of_memory
 from engine.core.block_pool import BlockPool
+from engine.core.engine_config import EngineConfig
+from engine.core.progress import Progress
 from engine.core.scheduler import Chunk, Scheduler
-from engine.core.sequence import Finish, Logprob, Sequence
+from engine.core.sequence import Finish, Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.sampler import choose, score_prompt
-from engine.decoding.speculative import Ask, Speculation
+from engine.decoding.speculative import Ask, Speculation, agrees
 from engine.decoding.structured_output import Filling, Grammars, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
 from engine.runner.captured_steps import Capture, Decode, Uncapturable
 from engine.runner.model_runner import ModelRunner
+from engine.runner.sequence_states import SequenceStates
 from tandem.errors import Busy, InternalError, StepFailed, TandemError, TooLarge
 
 log = logging.getLogger(__name__)
-PROOF = "proof of the engine"  # owner of a block for one step
-
-
-class Progress(NamedTuple):
-    """What one step did to one sequence; a step that accepts drafts makes one of these for each token, in order."""
-
-    sequence: Sequence
-    num_computed: int  # tokens whose KV is in blocks now; the position of `token`
-    token: int | None  # the new token, if the sequence caught up
-    finish: Finish | None
-    logprob: Logprob | None = None  # of the new token, if the sequence asks for it
-    error: TandemError | None = None  # it caught up and no token was possible: it is over
+PROOF = "proof of the engine"  # owner of a block, and of a state slot, for one step
 
 
 class _Run(NamedTuple):
@@ -60,18 +52,6 @@ class _Run(NamedTuple):
     sequence: Sequence
     draft: list[int]
     row: int  # of the logits after its last token; those after each draft follow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    num_blocks: int
-    block_size: int
-    token_budget: int
-    max_running: int
-    stretch: float | None = None  # how many times as long as a step of one stream one with prompts may take
-    beside_s: float = 0.0  # seconds that it may take also where that is less
-    spare_block: bool = False  # the pages have one block more, which is never in a table; `capture` needs it
-    generates: bool = True  # has all that the settings say of decoding; without, it serves a prefill worker only
 
 
 class Engine:
@@ -91,12 +71,17 @@ class Engine:
         self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it
         self.speculation = speculation
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.pages: KvCache = model.allocate(config.num_blocks + config.spare_block, config.block_size)
+        blocks, each = config.num_blocks + config.spare_block, config.block_size
+        self.pages: KvCache = model.allocate(blocks, each, slots=config.max_running + 1)  # the last one is for PROOF
+        self.states = states = SequenceStates(self.pages, self.pool) if self.pages.states else None
+        self.state_blocks = states.blocks if states else 0  # with a copy of the state in a handoff
+        assert not (states and speculation), "drafts would change recurrent states, and nothing takes them back"
         self.spare = config.num_blocks if config.spare_block else None  # that block's id
         self.decode: Decode | None = None  # set by `capture`
-        self.scheduler = Scheduler(self.pool, token_budget=config.token_budget, max_running=config.max_running)
+        self.scheduler = Scheduler(self.pool, states, token_budget=config.token_budget, max_running=config.max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
+        self.stepped = False  # the recurrent states are those after the step that runs
         self.streams = self.prompt_tokens = 0  # in the last step
         self.plan: list[Chunk] = []  # of the step that runs, or ran last
         self.retries = Retries(config.token_budget)
@@ -122,8 +107,9 @@ class Engine:
         self._enter(sequence)
         self.scheduler.add(sequence)
 
-    def reserve(self, sequence: Sequence, ahead: int) -> None:
-        """Blocks for all its tokens and `ahead` more, now, for KV that will arrive from elsewhere.
+    def reserve(self, sequence: Sequence, ahead: int, arrives: bool = True) -> None:
+        """Blocks for all its tokens and `ahead` more, now; if KV `arrives` from elsewhere, the last ones are for a copy
+        of recurrent states.
 
         `sequence.cached` tokens need not arrive: they are in this worker's prefix cache.
         Raises Busy when there is no room now, TooLarge when there never will be.
@@ -132,26 +118,32 @@ class Engine:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
         wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
-        reused = self.pool.take(sequence.id, sequence.reusable(self.pool.block_size), self.pool.blocks_for(wanted))
-        if reused is None:
-            del self.sequences[sequence.id]
-            raise Busy(
-                f"needs {self.pool.blocks_for(wanted)} blocks, {self.pool.available} are available", reason="NO_ROOM"
-            )
+        blocks, hashes = self.pool.blocks_for(wanted), sequence.reusable(self.pool.block_size)
+        if arrives:
+            blocks += self.state_blocks
+        elif self.states:
+            hashes = self.states.resume(sequence) or []
+        if (reused := self.pool.take(sequence.id, hashes, blocks)) is None:
+            self.drop(sequence.id)
+            raise Busy(f"needs {blocks} blocks, {self.pool.available} are available", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
-        """Let a reserved sequence run. With `first_token`, the KV of all its tokens is in its blocks by now."""
+        """Let a reserved sequence run. With `first_token`, the KV of all its tokens is in its blocks by now, and behind
+        it a copy of its recurrent states."""
         finish = None
         if first_token is not None:
             sequence.num_computed = len(sequence.tokens)
             self._publish(sequence, 0)
             finish = sequence.append(first_token)
-        if finish is None:
-            self.scheduler.add(sequence)
-        else:
+        if finish is not None:
             self.drop(sequence.id)
-        return finish
+            return finish
+        self.scheduler.add(sequence)
+        if self.states and first_token is not None:
+            self.states.load(sequence.id, self.pool.table(sequence.id))
+            self.pool.shorten(sequence.id, self.states.blocks)
+        return None
 
     def drop(self, sequence_id: str) -> None:
         """Ends a sequence in any state and frees what it holds. Ignores unknown ids: it has ended already."""
@@ -163,6 +155,8 @@ class Engine:
             self.speculation.forget(sequence_id)
         if self.pool.owns(sequence_id):
             self.pool.drop(sequence_id)
+        if self.states:
+            self.states.slots.drop(sequence_id)
 
     # ---- the step
 
@@ -172,6 +166,7 @@ class Engine:
         plan = self.plan = self._plan()
         if not plan:
             return []
+        self.stepped = False
         self.streams = sum(chunk.tokens == 1 for chunk in plan)
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         started = self.speculation.clock() if self.speculation else 0.0
@@ -212,12 +207,14 @@ class Engine:
         overwrites it. Raises `error` when any other state may be wrong.
         """
         self.failures += 1
-        no_memory = _out_of_memory(error)
+        no_memory = out_of_memory(error)
         if self.model.device.type == "cuda":  # not yet run on a GPU
             torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
-        if faults := self.pool.check():
+        if faults := self.check():
             log.error("after a failed step the ledger does not balance: %s", "; ".join(faults))
+            raise error
+        if self.stepped:  # and cannot be taken back
             raise error
         for sequence, _ in plan:
             if self.speculation:
@@ -232,12 +229,12 @@ class Engine:
         return ended
 
     def _give_up(self, sequence: Sequence, error: Exception) -> Progress:
-        self.pool.distrust(sequence.id)
-        self._end(sequence)
-        if _out_of_memory(error):
+        self._distrust(sequence)
+        if out_of_memory(error):
             why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
         else:
             why = StepFailed(f"the engine's step with this request failed: {type(error).__name__}")
+        self._end(sequence, why)
         return Progress(sequence, sequence.num_computed, None, None, error=why)
 
     def _prove(self, error: Exception) -> None:
@@ -246,7 +243,7 @@ class Engine:
             return
         try:
             table = list(self.pool.table(PROOF))
-            self.forward(Batch([0], [0], [1], [1], [table], [0])).cpu()
+            self.forward(Batch([0], [0], [1], [1], [table], [0], slots=[self.config.max_running])).cpu()
         except Exception as again:
             log.exception("the engine's test step fails, too")
             raise error from again
@@ -266,18 +263,23 @@ class Engine:
         stretch = self.config.stretch
         return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
 
+    def check(self, live: Iterable[str] | None = None) -> list[str]:
+        """One sentence for each inconsistency of the books of blocks and of state slots. `live`: as in the pool."""
+        faults = self.pool.check(live)
+        if self.states:
+            faults += self.states.slots.check([each.id for each in self.scheduler.running], self.sequences)
+        return faults
+
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:
             raise ValueError(f"{sequence.id} is already in the engine")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        if self.pool.blocks_for(sequence.max_len) > self.pool.total:
-            raise TooLarge(
-                f"{sequence.max_len} tokens need {self.pool.blocks_for(sequence.max_len)} blocks,"
-                f" this worker has {self.pool.total}; ask for fewer tokens",
-                field="max_tokens",
-                bound=f"prompt + max_tokens <= {self.pool.total * self.pool.block_size}",
-            )
+        needed, usable = self.pool.blocks_for(sequence.max_len), self.pool.total - self.state_blocks
+        if needed > usable:
+            what = f"{sequence.max_len} tokens need {needed} blocks, this worker has {usable}; ask for fewer tokens"
+            bound = f"prompt + max_tokens <= {usable * self.pool.block_size}"
+            raise TooLarge(what, field="max_tokens", bound=bound)
         self.sequences[sequence.id] = sequence
 
     def _draft(self, plan: list[Chunk]) -> list[list[int]]:
@@ -307,6 +309,8 @@ class Engine:
             batch.add(sequence.tokens[start:end] + draft, start, self.pool.table(sequence.id), wanted)
             if self.model.lora is not None:
                 batch.adapters.append(self.model.lora.slot_of(sequence.adapter))
+            if self.states:
+                batch.slots.append(self.states.slots.slot(sequence.id))
         return batch
 
     def _advance(
@@ -333,18 +337,28 @@ class Engine:
         # transfer does. It is also what makes the measured seconds those of the device. No step waits twice: a token
         # that was read back has waited already.
         device_done(self.model.device)
-        for (sequence, _), start in zip(plan, before, strict=True):
+        self.stepped = self.states is not None and self.states.commit()
+        for (sequence, count), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
+            if self.states:
+                self.states.keep(sequence, count)
         for sequence, _, _, finish, _, error in progress:
             if isinstance(error, InternalError):
-                self.pool.distrust(sequence.id)
+                self._distrust(sequence)
             if finish is not None or error is not None:
-                self._end(sequence)
+                self._end(sequence, error)
         return progress
 
-    def _end(self, sequence: Sequence) -> None:
-        """Out of the batch; the blocks of a hand-off stay until drop()."""
+    def _distrust(self, sequence: Sequence) -> None:
+        self.pool.distrust(sequence.id)
+        if self.states:
+            self.states.forget(sequence)
+
+    def _end(self, sequence: Sequence, error: TandemError | None = None) -> None:
+        """Out of the batch; the blocks of a hand-off stay until drop(), with a copy of its recurrent states."""
         if sequence.handoff:
+            if self.states and error is None:
+                self.states.save(sequence.id, self.pool.table(sequence.id))
             self.scheduler.remove(sequence)
         else:
             self.drop(sequence.id)
@@ -384,13 +398,3 @@ class Engine:
         hashes = sequence.hashes(size)
         for index in range(before // size, sequence.num_computed // size):
             self.pool.publish(sequence.id, index, hashes[index])
-
-
-def agrees(draft: int, token: int) -> bool:
-    """Whether a draft is the token that the target chose at its place."""
-    return draft == token
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Of the device, or of the host, whose allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
+from engine.core.progress import Progress
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Drafting
-from engine.engine import Engine, Progress
+from engine.engine import Engine
 from tandem.errors import InternalError, PreconditionFailed, StepFailed, TandemError, Unavailable
 from tandem.sampling import Sampling
 

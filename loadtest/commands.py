@@ -63,6 +63,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "kv": Measurement("microbench.kv:main", "int8 and fp8 KV: attention time, and distance of the logits"),
         "quality": Measurement("microbench.quality:main", "quantised weights: agreement with the checkpoint's answers"),
+        "families": Measurement("microbench.families:main", "every model type of transformers: served or refused"),
         "adapters": Measurement("microbench.adapters:main", "LoRA adapters: seconds of a step with and without"),
         "masks": Measurement("microbench.masks:main", "grammar masks: what they add to a decode step"),
         "device-kernels": Measurement("microbench.device_kernels:main", "a GPU's kernels against what they must equal"),

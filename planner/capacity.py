@@ -29,6 +29,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES = ("auto", *QUANTISED)
 CHECKPOINT = "checkpoint"  # weights as they are, in the model's dtype
 _TOKENS = (".embed_tokens.", ".wte.", ".word_embeddings.", ".embed_in.")
+RECURRENT = (".A_log", "conv1d.", ".conv.conv.")  # in names of tensors that only recurrent layers have
 _LOOKED_UP = (*_TOKENS, ".wpe.", ".embed_positions.", ".position_embeddings.")
 _ROUTERS = (".gate.", ".router.", ".experts.")  # of a mixture: no plain products in transformers
 _TURNED = (".c_attn.", ".c_proj.", ".c_fc.")  # GPT-2 stores these [in, out]
@@ -99,6 +100,11 @@ def read_shape(folder: Path) -> Shape:
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
     shapes, stored = _weights(folder)
+    if recurrent := next((name for name in shapes if any(part in name for part in RECURRENT)), None):
+        raise CheckpointRefused(
+            f"{folder} has recurrent layers ({recurrent}), whose states this arithmetic does not count; the log of a"
+            " worker's start says how large they are"
+        )
     products, coded = _products(shapes), None
     if asked.get("quant_method") in METHODS:
         try:

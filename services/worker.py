@@ -216,7 +216,7 @@ class Worker:
             kv_dtype=self.layout.dtype,
             sum_order=model.sum_order,
             kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
-            max_model_len=min(model.max_model_len, pool.total * pool.block_size),
+            max_model_len=min(model.max_model_len, (pool.total - self.engine.state_blocks) * pool.block_size),
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),
             block_size=pool.block_size,
@@ -266,7 +266,7 @@ class Worker:
 
     def _ledger(self) -> common_pb2.Ledger:
         pool, now = self.engine.pool, monotonic()
-        faults = pool.check(live=self.engine.sequences.keys() | self._open.keys())
+        faults = self.engine.check(live=self.engine.sequences.keys() | self._open.keys())
         forgotten = sorted(self.engine.sequences.keys() - self._open.keys())
         faults += [f"{name} is in the engine, but no request is in progress for it" for name in forgotten]
         entries = [

@@ -76,6 +76,11 @@ def device_done(device: torch.device) -> None:
         done.synchronize()
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Of the device, or of the host, whose allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 @dataclass
 class Batch:
     """What one packed forward needs.
@@ -94,6 +99,7 @@ class Batch:
     block_tables: list[list[int]] = field(default_factory=list)
     logits_at: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)  # slot of each sequence, -1 for none; empty: none has one
+    slots: list[int] = field(default_factory=list)  # of each sequence's recurrent states; unused where there are none
 
     def add(self, tokens: Sequence[int], done: int, table: list[int], wanted: Iterable[int] = ()) -> None:
         """Appends a sequence's new tokens, which follow `done` earlier ones; `wanted` are those of them, counted from
@@ -125,6 +131,12 @@ class Batch:
         assert len(self.adapters) in (0, sequences), f"{len(self.adapters)} adapters of {sequences} sequences"
         assert all(0 <= index < total for index in self.logits_at), f"logits_at {self.logits_at} outside the batch"
 
+    def check_slots(self, slots: int) -> None:
+        """The same for a model that keeps recurrent states, with so many slots."""
+        assert len(self.slots) == len(self.query_lens), f"{len(self.slots)} slots of {len(self.query_lens)} sequences"
+        assert len(set(self.slots)) == len(self.slots), f"two sequences have one state slot: {self.slots}"
+        assert all(0 <= slot < slots for slot in self.slots), f"state slots {self.slots} outside 0..{slots - 1}"
+
 
 class Step:
     """One forward's tensors on the device, and the counter of attention calls; passed to the model as `step=`.
@@ -145,6 +157,8 @@ class Step:
         cuda_kernel: CudaKernel | None = None,
     ) -> None:
         batch.check(pages.block_size, pages.num_blocks)
+        if pages.states is not None:
+            batch.check_slots(len(pages.states.buffer))
         self.batch = batch
         self.pages = pages
         self.facts = facts
@@ -180,7 +194,7 @@ class Step:
         self.calls += 1
         return self.calls - 1
 
-    def tensor(self, values: list[Any]) -> torch.Tensor:
+    def tensor(self, values: Any) -> torch.Tensor:
         """An int64 tensor on the step's device."""
         return on_device(values, torch.int64, self.device)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -244,7 +245,7 @@ def plan(step: Step, reach: Reach, group: list[int]) -> Plan:
         keys = slice(skip, skip + contexts[0] - firsts[0])
         k = k[:, keys]
     else:
-        outside = ((k < first) | (k >= end)).flatten().nonzero().flatten()
+        outside = step.tensor(not_context(firsts, contexts, count, size))
     causal = len(group) == 1 and queries > 1 and queries == contexts[0] and isinstance(reach, FullAttentionSpec)
     mask = None
     if not causal and (queries > 1 or len(group) > 1):
@@ -252,6 +253,16 @@ def plan(step: Step, reach: Reach, group: list[int]) -> Plan:
         mask = ((k <= q) & (k >= first_visible(reach, q))).unsqueeze(1)
     rows = step.tensor([[step.cu_seq_q_host[index] + row for row in range(queries)] for index in group])
     return Plan(rows, step.tensor(blocks), keys, outside, mask, causal, {})
+
+
+def not_context(firsts: list[int], ends: list[int], count: int, block_size: int) -> np.ndarray:
+    """Where, in the tokens of `count` blocks of each sequence, those are that lie before `first` or from `end` on."""
+    room = count * block_size
+    places = []
+    for sequence, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        skip = first % block_size
+        places += [np.arange(skip) + sequence * room, np.arange(skip + end - first, room) + sequence * room]
+    return np.concatenate(places)
 
 
 def context_blocks(

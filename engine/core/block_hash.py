@@ -26,6 +26,13 @@ def extend(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(previous + array("I", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
+def of_state(last: bytes, tokens: int, parts: int) -> list[bytes]:
+    """The hashes of the `parts` blocks that hold a copy of a recurrent state after `tokens` tokens, whose last block,
+    full or partial, has the hash `last`."""
+    numbers = [array("I", [tokens, part]).tobytes() for part in range(parts)]
+    return [hashlib.blake2b(last + each, digest_size=DIGEST_BYTES, person=b"tandem.state").digest() for each in numbers]
+
+
 def chain(
     tokens: Sequence[int], block_size: int, salt: bytes, *, adapter: bytes = b"", partial: bool = False
 ) -> list[bytes]:

@@ -122,7 +122,17 @@ class BlockPool:
 
     def drop(self, owner: str) -> None:
         """Give up the owner's blocks: known prefixes become cached, the rest free."""
-        for block in reversed(self._tables.pop(owner)):  # the tail first, so that it is also evicted first
+        self._let_go(self._tables.pop(owner))
+
+    def shorten(self, owner: str, count: int) -> None:
+        """Give up the last `count` blocks of the owner's table, likewise."""
+        table = self._tables[owner]
+        kept = len(table) - count
+        self._let_go(table[kept:])
+        del table[kept:]
+
+    def _let_go(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):  # the tail first, so that it is also evicted first
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
@@ -130,6 +140,19 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 heapq.heappush(self._free, block)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int] | None:
+        """The blocks with these hashes; None if one is not here. Their content is theirs until the next change."""
+        return [self._block_of[digest] for digest in hashes] if self.match(hashes) == len(hashes) else None
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nobody finds blocks with these hashes any more; those without an owner are free."""
+        for digest in hashes:
+            if (block := self._block_of.get(digest)) is not None:
+                self._forget(block)
+                if block in self._cached:
+                    del self._cached[block]
+                    heapq.heappush(self._free, block)
 
     # ---- queries
 

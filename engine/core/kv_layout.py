@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from typing import Any
 
 VERSION = 3
@@ -41,6 +43,25 @@ class CallLayout:
 
 
 @dataclass(frozen=True)
+class StateLayout:
+    """Where a sequence's slot keeps one state of a recurrent layer: `shape` of `dtype`, contiguous, at byte `offset`.
+
+    `kind` is "conv" or "recurrent", `index` counts the states of that kind within `layer`.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str  # torch's name
+    offset: int  # bytes from the start of the slot
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        return self.layer, self.kind, self.index
+
+
+@dataclass(frozen=True)
 class KvLayout:
     """Everything that must be equal on two workers for a copied block to mean the same on both.
 
@@ -57,20 +78,32 @@ class KvLayout:
     block_bytes: int
     calls: tuple[CallLayout, ...]
     digest: str = HOST_DIGEST  # both sides compute the same one
+    states: tuple[StateLayout, ...] = ()  # of recurrent layers; a sequence has a slot for them beside its blocks
+    state_bytes: int = 0  # of one slot, padding included
+    state_kernels: str = ""  # which libraries compute them, since those may keep other states of the same shape
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that hold a copy of one sequence's states."""
+        return -(-self.state_bytes // self.block_bytes)
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Without the host's digest, as
-        workers wrote it that knew no other: they share a pool with this version."""
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Without the host's digest and
+        without states, as workers wrote it that knew no other: they share a pool with this version."""
         known = asdict(self)
         if self.digest == HOST_DIGEST:
             del known["digest"]
+        for name in ("states", "state_bytes", "state_kernels"):
+            if not known[name]:
+                del known[name]
         return json.dumps(known, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> KvLayout:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError on text that is not a layout."""
         raw: dict[str, Any] = json.loads(text)
-        return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"])})
+        states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw.get("states", ()))
+        return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"]), "states": states})
 
     def hash(self) -> str:
         """32 hex digits over the canonical JSON; equal if and only if the layouts are (blake2b, RFC 7693)."""
@@ -81,10 +114,14 @@ class KvLayout:
         sentences = [
             f"{field.name} differs: {getattr(self, field.name)} here, {getattr(other, field.name)} there"
             for field in fields(self)
-            if field.name != "calls" and getattr(self, field.name) != getattr(other, field.name)
+            if field.name not in ("calls", "states") and getattr(self, field.name) != getattr(other, field.name)
         ]
         if len(self.calls) != len(other.calls):
             sentences.append(f"the number of attention calls differs: {len(self.calls)} here, {len(other.calls)} there")
+        if self.states != other.states:
+            sentences.append(
+                f"the {len(self.states)} states of recurrent layers here differ from the {len(other.states)} there"
+            )
         for field in fields(CallLayout):
             # The same field usually differs in every call: names the first one and the number of others.
             unequal = [
@@ -119,6 +156,19 @@ def plan_calls(
             end = _aligned(v_scales + block_size * heads * SCALE_BYTES)
         calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset, k_scales, v_scales))
     return tuple(calls), end + PAGE if end >= MIN_PADDED and end % COLLIDING == 0 else end
+
+
+def plan_states(
+    states: Sequence[tuple[tuple[int, str, int], tuple[int, ...], str, int]],
+) -> tuple[tuple[StateLayout, ...], int]:
+    """Places the states of recurrent layers in a slot, each at a multiple of 64 bytes. `states` has key, shape, dtype
+    and bytes of an element of each. Returns them and the bytes of a slot."""
+    placed: list[StateLayout] = []
+    end = 0
+    for key, shape, dtype, itemsize in states:
+        placed.append(StateLayout(*key, shape, dtype, end))
+        end = _aligned(end + prod(shape) * itemsize)
+    return tuple(placed), end
 
 
 def _aligned(offset: int) -> int:

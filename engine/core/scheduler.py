@@ -17,14 +17,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.core.block_pool import BlockPool
 from engine.core.sequence import Sequence
+from engine.core.state_slots import StateSlots
 
 # Rows of logits in one step beyond the one that each sequence may want: for prompt_logprobs and for drafts. A row is as
 # long as the vocabulary, so they are the largest tensor of a step.
 EXTRA_LOGITS = 128
+
+
+class States(Protocol):
+    """The states of recurrent layers (engine.runner.sequence_states): whoever runs has a slot."""
+
+    slots: StateSlots
+    blocks: int  # that hold a copy of one state
+
+    def resume(self, sequence: Sequence) -> list[bytes] | None:
+        """Gives it a slot with the deepest state that is known of its beginning, and returns the hashes of the blocks
+        up to there; None without a free slot."""
+
+    def cut(self, sequence: Sequence, count: int) -> int:
+        """How many of its next `count` tokens to compute, so that a state can be kept after them."""
 
 
 class Chunk(NamedTuple):
@@ -33,10 +48,11 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, token_budget: int, max_running: int) -> None:
+    def __init__(self, pool: BlockPool, states: States | None = None, *, token_budget: int, max_running: int) -> None:
         if token_budget < max_running:
             raise ValueError(f"token_budget {token_budget} must be at least max_running {max_running}")
         self.pool = pool
+        self.states = states
         self.token_budget = token_budget
         self.max_running = max_running
         self.waiting: deque[Sequence] = deque()
@@ -61,6 +77,8 @@ class Scheduler:
         self.arrivals += 1
         sequence.arrival = self.arrivals
         if self.pool.owns(sequence.id):
+            if self.states and not self.states.slots.owns(sequence.id) and not self.states.slots.take(sequence.id):
+                raise AssertionError(f"no state slot for {sequence.id}, though at most {self.max_running} may run")
             self.running.append(sequence)
         else:
             self.waiting.append(sequence)
@@ -68,7 +86,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence; its blocks are the caller's business."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -109,14 +127,14 @@ class Scheduler:
                 break
             if id(sequence) in waiting:
                 closed = closed or len(self.running) >= self.max_running or not self._admit(sequence)
-                if not closed and (count := _stretch(sequence, budget, rows)):
+                if not closed and (count := self._stretch(sequence, budget, rows)):
                     plan.append(Chunk(sequence, count))
                     budget -= count
                     rows -= len(sequence.to_score(count))
                 continue
             if sequence not in self.running:  # preempted by one before it
                 continue
-            count = _stretch(sequence, budget, rows)
+            count = self._stretch(sequence, budget, rows)
             if count and self._make_room(sequence, count):
                 plan.append(Chunk(sequence, count))
                 budget -= count
@@ -145,9 +163,16 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
-        reusable = sequence.reusable(self.pool.block_size)
-        reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
+        reusable, blocks = sequence.reusable(self.pool.block_size), self.pool.blocks_for(len(sequence.tokens))
+        if self.states:
+            blocks += self.states.blocks if sequence.handoff else 0
+            if (resumable := self.states.resume(sequence)) is None:
+                return False
+            reusable = resumable
+        reused = self.pool.take(sequence.id, reusable, blocks)
         if reused is None:
+            if self.states:
+                self.states.slots.drop(sequence.id)
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)
@@ -175,21 +200,26 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
         assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
-        self.running.remove(sequence)
+        self._stop(sequence)
         self.pool.drop(sequence.id)
         sequence.num_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def _stretch(self, sequence: Sequence, budget: int, rows: int) -> int:
+        """How many tokens of the sequence a step computes: at most `budget`, and at most `rows` scored ones."""
+        count = min(sequence.num_uncomputed, budget)
+        scored = sequence.to_score(count)
+        count = count if len(scored) <= rows else scored.start + rows - sequence.num_computed
+        return self.states.cut(sequence, count) if self.states else count
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if self.states:
+            self.states.slots.drop(sequence.id)
+
 
 def _order(sequence: Sequence) -> tuple[bool, int, int]:
     """Sort key: preempted ones first, then by tokens left, less those that overtook it."""
     return not sequence.preemptions, sequence.num_uncomputed - sequence.overtaken, sequence.arrival
-
-
-def _stretch(sequence: Sequence, budget: int, rows: int) -> int:
-    """How many tokens of the sequence a step computes: at most `budget`, and at most `rows` scored ones."""
-    count = min(sequence.num_uncomputed, budget)
-    scored = sequence.to_score(count)
-    return count if len(scored) <= rows else scored.start + rows - sequence.num_computed

@@ -124,6 +124,12 @@ class Sequence:
             self._hashes.append(block_hash.extend(previous, self.tokens[start : start + block_size]))
         return self._hashes
 
+    def contexts(self, block_size: int, states: int) -> list[bytes]:
+        """What a handoff of all tokens consists of, in order: the hashes of its blocks, the last one perhaps partial,
+        and of the `states` blocks with a copy of the recurrent state after the last token."""
+        own = block_hash.chain(self.tokens, block_size, self.salt, adapter=self.fingerprint, partial=True)
+        return own + block_hash.of_state(own[-1], len(self.tokens), states)
+
     def reusable(self, block_size: int) -> list[bytes]:
         """Hashes of the leading blocks that a prefix cache may give. One token is always left to compute, for its
         logits, and so is every one whose logits are wanted for `prompt_logprobs`."""

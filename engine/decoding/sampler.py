@@ -158,8 +158,13 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
-    rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
-    return [Logprob(logprob, ids[:top], values[:top]) for logprob, ids, values, top in rows]
+    numbers = (chosen, best.values - norm, best.indices)
+    rows = torch.cat([each.double() for each in numbers], dim=1).tolist()  # on a GPU the only wait
+    wide = best.indices.shape[1]
+    return [
+        Logprob(row[0], [int(token) for token in row[1 + wide :][:top]], row[1 : 1 + wide][:top])
+        for row, top in zip(rows, tops, strict=True)
+    ]
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
@@ -172,7 +177,7 @@ def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
     if bias:
         rows, ids, amounts = zip(*bias, strict=True)
         at = _places(logits, rows, ids)
-        logits[at] += torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+        logits[at] += on_device(amounts, logits.dtype, logits.device)
     penalised = [(row, sequence) for row, sequence in adjusted if sequence.sampling.penalises]
     if penalised:
         _penalise(logits, penalised)
@@ -190,7 +195,7 @@ def _restrict(logits: torch.Tensor, restricted: Seq[tuple[int, Sequence]]) -> No
     if allowed:
         at = _places(logits, *zip(*((row, token) for row, ids in allowed for token in ids), strict=True))
         kept = logits[at]
-        logits[[row for row, _ in allowed]] = -torch.inf
+        logits[on_device([row for row, _ in allowed], torch.int64, logits.device)] = -torch.inf
         logits[at] = kept
     bad = [(row, token) for row, sequence in restricted for token in _completing(sequence)]
     if bad:
@@ -214,17 +219,18 @@ def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> Non
 
     def spread(values: Seq[float]) -> torch.Tensor:
         """A value of each row for each of its entries."""
-        return torch.from_numpy(np.repeat(np.array(values), lengths)).to(logits.device)
+        return on_device(np.repeat(np.array(values), lengths), torch.float64, logits.device)
 
-    counts = torch.from_numpy(np.concatenate([tally.counts for tally in tallies])).to(logits.device)  # [entries]
+    counts = np.concatenate([tally.counts for tally in tallies])
+    generated = on_device(counts, torch.int64, logits.device)  # [entries] how often
     ids = np.concatenate([tally.ids for tally in tallies])
     at = _places(logits, np.repeat([row for row, _ in penalised], lengths), ids)
     how = [sequence.sampling for _, sequence in penalised]
     repetition = spread([sampling.repetition_penalty for sampling in how])
     values = logits[at].double()
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= spread([sampling.frequency_penalty for sampling in how]) * counts
-    values -= spread([sampling.presence_penalty for sampling in how]) * (counts > 0)
+    values -= spread([sampling.frequency_penalty for sampling in how]) * generated
+    values -= spread([sampling.presence_penalty for sampling in how]) * (generated > 0)
     largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity
     logits[at] = values.clamp(-largest, largest).to(logits.dtype)
 
@@ -232,7 +238,7 @@ def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> Non
 def _places(
     logits: torch.Tensor, rows: Seq[int] | np.ndarray, ids: Seq[int] | np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.as_tensor(rows, device=logits.device), torch.as_tensor(ids, device=logits.device)
+    return on_device(rows, torch.int64, logits.device), on_device(ids, torch.int64, logits.device)
 
 
 def uniform(seed: int, position: int) -> float:

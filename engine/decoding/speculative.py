@@ -302,3 +302,8 @@ class ModelDrafter:
         """Leading tokens whose KV is in its present blocks; a preemption took the earlier ones."""
         preemptions, done = self._done.get(sequence.id, (0, 0))
         return done if preemptions == sequence.preemptions else 0
+
+
+def agrees(draft: int, token: int) -> bool:
+    """Whether a draft is the token that the target chose at its place."""
+    return draft == token

@@ -7,6 +7,7 @@ can be switched back at any time, and isinstance checks give the same result.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import Any
@@ -230,11 +231,14 @@ def _only_parameter(module: Any) -> torch.Tensor:
 def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
     """The (eps, offset, round_first) with which `tandem::rms_norm` equals the module; None if there are none.
 
-    A candidate has one vector of weights, nothing else, and its eps among its attributes. The numbers have a mean, so
+    A candidate has one vector of weights, nothing else, its eps among its attributes, and a forward of one argument: a
+    gate as the second would be dropped. The numbers have a mean, so
     that a layer norm differs, and one scale at which eps matters.
     """
     parameters = list(module._parameters.values())
     if len(parameters) != 1 or module._modules or module._buffers or module._forward_hooks:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
         return None
     weight = parameters[0]
     if weight is None or weight.dim() != 1 or weight.dtype not in DTYPES:

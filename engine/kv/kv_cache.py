@@ -18,18 +18,21 @@ sees strided views of the same memory; nothing is ever copied to be sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls
+from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls, plan_states
 from engine.kernels import fresh_memory
-from engine.kv.kv_cache_spec import CallFacts
+from engine.kv.kv_cache_spec import CallFacts, StateFacts
+from engine.kv.state_memory import StateMemory
 
 
 class KvCache:
-    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes."""
+    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes. `slots` are those for the
+    states of recurrent layers, where the model has some."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device, slots: int = 0) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
@@ -45,6 +48,7 @@ class KvCache:
         # The scales of their elements, `[num_blocks, block_size, kv_heads]`; None if not quantised.
         self.k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
         self.v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
+        self.states = StateMemory(layout, slots, device) if layout.states else None
 
     @property
     def base_address(self) -> int:
@@ -60,6 +64,21 @@ class KvCache:
         """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
         assert self.buffer.device.type == "cpu", f"block_view reads host memory, the pages are on {self.buffer.device}"
         return self.buffer[block].numpy().data
+
+    def save_state(self, slot: int, blocks: Sequence[int]) -> None:
+        """Copies the states of a slot into `layout.state_blocks` blocks; what is left of the last one is zeroed."""
+        for block, part in zip(blocks, self._state_parts(slot), strict=True):
+            self.buffer[block, : len(part)] = part
+            self.buffer[block, len(part) :] = 0
+
+    def load_state(self, slot: int, blocks: Sequence[int]) -> None:
+        """The inverse of `save_state`."""
+        for block, part in zip(blocks, self._state_parts(slot), strict=True):
+            part.copy_(self.buffer[block, : len(part)])
+
+    def _state_parts(self, slot: int) -> tuple[torch.Tensor, ...]:
+        assert self.states is not None, "this model keeps no states"
+        return torch.split(self.states.buffer[slot], self.block_bytes)
 
     def _window(self, typed: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
         size = (self.num_blocks, self.block_size, heads, dim)
@@ -81,19 +100,25 @@ def layout_of(
     fingerprint: str,
     kept: torch.dtype | None = None,
     digest: str = HOST_DIGEST,
+    states: StateFacts | None = None,
 ) -> KvLayout:
     """The layout that `KvCache` will have for these facts; `fingerprint` names the model whose KV it is.
 
     `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are; `digest` what the
-    digests of blocks cover.
+    digests of blocks cover; `states` what recurrent layers keep.
     """
     shapes = [(fact.kv_heads, fact.k_dim, fact.v_dim) for fact in facts]
     element = dtype if kept is None else kept
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""
-    return KvLayout(
+    layout = KvLayout(
         VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls, digest
     )
+    if states is None:
+        return layout
+    each = [(state.key, state.shape, state.dtype or dtype) for state in states.states]
+    placed, state_bytes = plan_states([(key, shape, dtype_name(own), own.itemsize) for key, shape, own in each])
+    return replace(layout, states=placed, state_bytes=state_bytes, state_kernels=states.kernels)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -74,6 +74,21 @@ class CallFacts:
     sinks: bool
     scaling: float
     latent: bool = False
+
+
+class RecurrentState(NamedTuple):
+    """One state of a recurrent layer: `key` is (layer, "conv" or "recurrent", index), `shape` that of one sequence."""
+
+    key: tuple[int, str, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: that of the model
+
+
+class StateFacts(NamedTuple):
+    """What a model keeps of a sequence beside K and V, in the order in which its layers ask for it."""
+
+    states: tuple[RecurrentState, ...]
+    kernels: str  # the libraries that compute them
 
 
 def describe(facts: Sequence[CallFacts]) -> str:

@@ -8,26 +8,26 @@ Two forwards of three tokens, under two names in transformers' registry:
   and on nothing else; if permuting the packed tokens changes them, the layers carry state that is not in pages
   (recurrent, linear, convolutional), or something is computed from the whole packed batch (dynamic rope).
 
-Before the second one the model's state is refused by structure, however little it weighs in the logits: the layers of
-the cache that transformers makes for the config, and a forward over a cache that takes K and V and nothing else.
+Before the second one engine.loading.state_probe finds what else the model keeps, however little it weighs in the
+logits: it is served, or refused by its structure. Served recurrent layers then see each token as a sequence of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from engine.attention.implementation import switch
 from engine.attention.mla import expander
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
+from engine.loading import state_probe
+from engine.runner.mixers import Mixers
 from tandem.errors import CheckpointRefused
 
 PROBE, ISOLATION = "probe_kv", "isolation_kv"
@@ -51,11 +51,6 @@ def _probe_mask(*, mask_function: Any, device: torch.device, local_size: int | N
     """Called by transformers' mask builders; the rest of their arguments is about sizes and dtypes."""
     return ProbeMask(name_reach(mask_function, local_size, device))
 
-
-KV_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # of a cache; a dummy one keeps nothing
-STATE_CALLS = (
-    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
-)
 
 _recorded_calls: list[
     CallFacts
@@ -141,8 +136,15 @@ AttentionMaskInterface.register(PROBE, _probe_mask)
 AttentionInterface.register(ISOLATION, _isolation_attention)
 
 
-def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
-    """One `CallFacts` for each attention call of a forward, in order.
+class Learnt(NamedTuple):
+    """One `CallFacts` for each attention call of a forward, in order, and the recurrent layers, if there are some."""
+
+    calls: tuple[CallFacts, ...]
+    mixers: Mixers | None
+
+
+def learn_facts(model: PreTrainedModel) -> Learnt:
+    """What pages and slots must hold for this model.
 
     Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
     model that pages cannot serve.
@@ -159,17 +161,19 @@ def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
             f"alone: {error}"
         ) from error
     facts = tuple(_recorded_calls)
-    _check_calls(model, facts)
-    switch(model, ISOLATION)
-    _check_state(model, ids)
-    _check_isolation(model, ids)
-    return facts
+    mixers = None
+    if facts:
+        switch(model, ISOLATION)
+        mixers = state_probe.learn(model)
+    _check_calls(model, facts, mixers)
+    _check_isolation(model, ids, mixers)
+    return Learnt(facts, mixers)
 
 
-def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...]) -> None:
+def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if len(facts) >= layers:
+    if len(facts) >= layers or (facts and mixers):
         return
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
     if not facts:
@@ -184,55 +188,20 @@ def _is_stateful(kind: str) -> bool:
     return any(word in kind for word in STATEFUL)
 
 
-class _KvOnly(DynamicCache):
-    """A cache that refuses whatever is not K or V of a token."""
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def call(*_: Any, **__: Any) -> Any:
-        raise CheckpointRefused(f"its layers call {name}")
-
-    return call
-
-
-for _name in STATE_CALLS:
-    setattr(_KvOnly, _name, _refusing(_name))
-
-
-def _check_state(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Raises CheckpointRefused for a model that keeps more of a sequence than K and V of its tokens."""
-    beside = "keeps state besides the K and V of its tokens, which KV pages do not hold"
-    try:
-        cache = _KvOnly(config=model.config)
-        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KV_LAYERS})
-        if others:
-            raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
-        with torch.inference_mode():
-            model(input_ids=ids, position_ids=_positions(ids), past_key_values=cache, use_cache=True)
-    except CheckpointRefused as error:
-        raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
-    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
-        raise CheckpointRefused(
-            f"{type(model).__name__} does not run over a cache of K and V alone, so it may keep other state: {error!r}"
-        ) from error
-
-
-def _positions(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-
-
-def _check_isolation(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Permutes packed tokens and their positions together; under self-only attention the logits must follow."""
+def _check_isolation(model: PreTrainedModel, ids: torch.Tensor, mixers: Mixers | None) -> None:
+    """Permutes packed tokens and their positions together; under self-only attention, and with recurrent layers that
+    see each token as a sequence, the logits must follow."""
     order = torch.tensor([2, 1, 0], device=ids.device)  # not a rotation: a neighbour on either side changes
     positions = torch.tensor([[0, 1, 2]], device=ids.device)
-    straight = _forward(model, ids, positions)
-    permuted = _forward(model, ids[:, order], positions[:, order])
+    with state_probe.isolated(mixers, ids.shape[1], next(model.parameters())):
+        straight = _forward(model, ids, positions)
+        permuted = _forward(model, ids[:, order], positions[:, order])
     gap = ((straight[order] - permuted).abs().amax() / straight.std()).item()
     if not gap <= ISOLATION_TOLERANCE:
         raise CheckpointRefused(
             f"{type(model).__name__} lets packed tokens influence each other outside of attention (by {gap:.2g} "
             "standard deviations of the logits): its layers carry recurrent, linear or convolutional state that is "
-            "not in KV pages, or it ignores position_ids"
+            "neither in KV pages nor in the cache's state interface, or it ignores position_ids"
         )
 
 

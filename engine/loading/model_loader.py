@@ -68,9 +68,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    latent = mla.use_latent_pages(module)
-    facts = attention_probe.learn_facts(module)
-    say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank))
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -78,11 +76,11 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype),
+        sum_order=PLAIN if served_by == REFERENCE or mixers else sum_order(device, dtype),
         kv_dtype=kv_dtype,
     )
     model = ModelRunner(module, facts, served)
-    model.weights = method or CHECKPOINT
+    model.weights, model.mixers = method or CHECKPOINT, mixers
     _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
@@ -90,6 +88,19 @@ def load_model(
     if model.lora:
         model.lora.clear()
     return model
+
+
+def _learn(module: PreTrainedModel, say: Callable[[str], None], *, adapters: bool) -> attention_probe.Learnt:
+    """What pages and slots must hold. Raises SettingsError for what is not served beside recurrent layers."""
+    latent = mla.use_latent_pages(module)
+    learnt = attention_probe.learn_facts(module)
+    say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    if learnt.mixers:
+        say(str(learnt.mixers))
+        if adapters:
+            what = f"{type(module).__name__} has recurrent layers, beside which adapters are not served yet"
+            raise SettingsError(what, field="adapters", bound="none for this model")
+    return learnt
 
 
 def _prepare(

@@ -198,8 +198,11 @@ def _paged(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )
         batch.adapters = [adapters[index] for index in active] if adapters else []
+        batch.slots = [len(prompts) - index for index in active]  # none is that of the sequence's place in the batch
         for index, row in zip(active, model.forward(pages, batch), strict=True):
             logits[index].append(row)
+        if pages.states is not None:
+            pages.states.commit()
     return [torch.stack(rows) for rows in logits]
 
 
@@ -209,7 +212,7 @@ def scrambled_pages(model: ModelRunner, lengths: list[int], block_size: int) -> 
     ids = list(range(sum(counts) + 3))
     random.Random(1).shuffle(ids)
     tables = [[ids.pop() for _ in range(count)] for count in counts]
-    return model.allocate(sum(counts) + 3, block_size), tables
+    return model.allocate(sum(counts) + 3, block_size, slots=len(lengths) + 1), tables
 
 
 def pack(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:

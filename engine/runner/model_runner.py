@@ -26,6 +26,7 @@ from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
 from engine.kv.kv_quantization import element_dtype
 from engine.runner.lora import Lora
+from engine.runner.mixers import Mixers
 
 CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
@@ -74,6 +75,7 @@ class ModelRunner:
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
+        self.mixers: Mixers | None = None  # set by engine.loading.model_loader, if there are recurrent layers
         self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
@@ -98,20 +100,24 @@ class ModelRunner:
         """Bytes that steps read from mapped files, which the host counts as free memory."""
         return modules.mapped_bytes(self.module) if self.device.type == "cpu" else 0
 
-    def allocate(self, num_blocks: int, block_size: int | None = None) -> KvCache:
-        """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        return KvCache(self._layout(block_size), num_blocks, self.device)
+    def allocate(self, num_blocks: int, block_size: int | None = None, slots: int = 1) -> KvCache:
+        """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None), with so many slots
+        for the states of recurrent layers, if the model has some."""
+        return KvCache(self.layout(block_size), num_blocks, self.device, slots)
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens, padding included."""
-        return self._layout(block_size).block_bytes
+        return self.layout(block_size).block_bytes
 
-    def _layout(self, block_size: int | None) -> KvLayout:
+    def layout(self, block_size: int | None = None) -> KvLayout:
+        """The layout of its blocks of `block_size` tokens."""
         kept, digest = element_dtype(self.kv_dtype), block_digest.kind(self.device)
-        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept, digest)
+        states = self.mixers.facts if self.mixers else None
+        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept, digest, states)
 
     def forward(self, pages: KvCache, batch: Batch) -> torch.Tensor:
-        """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
+        """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for. New states of
+        recurrent layers wait for `pages.states.commit`.
 
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
@@ -140,6 +146,9 @@ class ModelRunner:
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
         if self._keeps_logits:
             extra["logits_to_keep"] = wanted
+        if self.mixers is not None:
+            assert step.pages.states is not None, "pages without slots for the states of recurrent layers"
+            step.pages.states.begin()
         with running(step):
             out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
         assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
@@ -163,6 +172,8 @@ class ModelRunner:
         implementation.switch(self.module, paged.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
         weight_quantization.switch(self.module, on=True)
+        if self.mixers is not None:
+            self.mixers.switch(True)
         if self.lora is not None:
             self.lora.switch(True)
 
@@ -175,6 +186,8 @@ class ModelRunner:
         implementation.switch(self.module, name)
         modules.switch(self.module, False)
         weight_quantization.switch(self.module, on=False)
+        if self.mixers is not None:
+            self.mixers.switch(False)
 
     def _without_adapters(self) -> None:
         if self.lora is not None:

@@ -85,6 +85,8 @@ def install(model: ModelRunner) -> str:
     """Replaces the modules' Python in `model.forward` where that can be proven right; returns a line that says so."""
     if model.kernels == REFERENCE:
         return "by modules"
+    if model.mixers is not None:
+        return "by modules, because recurrent layers take the sequences of a step apart"
     try:
         model.recorded = record(model)
     except Unrecordable as error:

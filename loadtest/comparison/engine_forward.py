@@ -28,8 +28,9 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     """The engine's own step, with pool, scheduler and sampling."""
     import torch
 
+    from engine.core.engine_config import EngineConfig
     from engine.core.sequence import Sequence
-    from engine.engine import Engine, EngineConfig
+    from engine.engine import Engine
     from engine.loading.model_loader import load_model
 
     torch.set_num_threads(threads)

@@ -163,9 +163,82 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"] * (LAYERS // 2),
     },
 }
+_LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_GATED_DELTA: dict[str, Any] = {
+    "layer_types": _LINEAR,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# Models that keep a recurrent state beside KV.
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        **_EXPERTS,
+        **_GATED_DELTA,
+    },
+    "qwen3-5": {"model_type": "qwen3_5_text", "head_dim": 16, **_GATED_DELTA},
+    "falcon-h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA2},
+    "granite-hybrid": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "layer_types": ["mamba", "attention"] * (LAYERS // 2),
+        "position_embedding_type": "rope",
+        **_MAMBA2,
+    },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "head_dim": 16,
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+        "block_auto_adjust_ff_dim": False,
+    },
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        "initializer_range": 0.1,  # with 0.3, roundings of its router's sums decide
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "layer_types": _LINEAR,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    # Its mixers do not continue several tokens from a state.
+    "jamba": {
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+}
 _NOT_FOR_GPT2 = {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
 
-SHAPES = (*REAL, *(f"tiny-{family}" for family in TINY))
+SHAPES = (*REAL, *(f"tiny-{family}" for family in TINY | HYBRID))
 
 
 def make_checkpoint(folder: str | Path, shape: str, *, seed: int = 0, dtype: str = "bfloat16", **changes: Any) -> Path:
@@ -241,7 +314,7 @@ def make_module(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _config(shape: str, changes: dict[str, Any]) -> PreTrainedConfig:
-    values = dict(REAL[shape]) if shape in REAL else {**_BASE, **TINY[shape.removeprefix("tiny-")]}
+    values = dict(REAL[shape]) if shape in REAL else {**_BASE, **(TINY | HYBRID)[shape.removeprefix("tiny-")]}
     if values["model_type"] == "gpt2":
         values = {key: value for key, value in values.items() if key not in _NOT_FOR_GPT2}
     values = {**values, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **changes}

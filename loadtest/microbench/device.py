@@ -114,7 +114,7 @@ def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> Mode
         kernels=serving(device),
         sum_order=sum_order(device, dtype),
     )
-    model = ModelRunner(module, attention_probe.learn_facts(module), served)
+    model = ModelRunner(module, attention_probe.learn_facts(module).calls, served)
     if model.kernels != REFERENCE:
         modules.prepare(module)
     say(f"attention: {model.choose_attention()}")

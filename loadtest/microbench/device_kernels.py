@@ -20,8 +20,9 @@ import torch
 import typer
 
 from engine.attention import paged
+from engine.core.engine_config import EngineConfig
 from engine.decoding import sampler
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.gpu import block_digest, kernel_choice
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model

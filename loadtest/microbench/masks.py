@@ -16,9 +16,10 @@ from typing import Annotated
 import torch
 import typer
 
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.structured_output import Filling, Masks, Vocabulary, _compiled, apply
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.options import Repeats

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.stats import Row, Section, Spread, Tick, in_turn, ratios

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.kernels.modules import panels
 from engine.loading.model_loader import load_model
 from loadtest.harness import machine

@@ -21,7 +21,8 @@ from services.launch import Service, prepare
 from tandem.settings import Settings
 
 if TYPE_CHECKING:  # a router is started by this as well, and loads no torch
-    from engine.engine import Engine, Progress
+    from engine.core.progress import Progress
+    from engine.engine import Engine
     from engine.engine_thread import EngineThread
 
 __all__ = ["LAUNCHER", "Device", "prepare", "slow_down", "start"]

@@ -25,7 +25,6 @@ from typing import Any
 
 import grpc
 
-from engine.core import block_hash
 from engine.core.sequence import Finish, Sequence
 from engine.engine_thread import SequenceStream
 from kvtransfer.receiver import Receiver, TransferStats
@@ -234,20 +233,20 @@ class PrefillStream:
                 raise WorkerLost("it sent no token")
 
     def _open(self, opened: prefill_pb2.Opened) -> None:
-        """Expects exactly the blocks of the prompt that are not cached here, each for its own place."""
+        """Expects exactly the blocks of the prompt that are not cached here, each for its own place, and in any case
+        the copy of its recurrent states."""
         sequence, pool = self._sequence, self._worker.engine.pool
         _check_adapter(opened, sequence)
-        contexts = block_hash.chain(
-            sequence.tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True
-        )
+        states = self._worker.engine.state_blocks
+        contexts, table = sequence.contexts(pool.block_size, states), pool.table(sequence.id)
+        places = table[: len(contexts) - states] + table[len(table) - states :]
         missing = range(sequence.cached // pool.block_size, len(contexts))
-        table = pool.table(sequence.id)
         self.receiver = Receiver(
             self._worker.transport,
             self._prefill.peer,
             Ticket(opened.transfer_id, opened.generation, opened.incarnation),
             {index: contexts[index] for index in missing},
-            {index: table[index] for index in missing},
+            {index: places[index] for index in missing},
             self._digest_blocks,
             self._worker.settings.transfer_timeout_s,
         )

@@ -81,8 +81,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             adapter = await held.enter_async_context(worker.adapters.held(name, meant))
             sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
             await self._cleanup.register(sequence, held)
-            await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS))
             here = not request.HasField("prefill")
+            await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS, arrives=not here))
             alone = held.enter_context(await self._gate.enter_alone()) if request.alone and here else None
             await call.emit(_admitted(sequence, worker.incarnation))
             if alone is not None:

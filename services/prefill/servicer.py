@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 
-from engine.core import block_hash
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
 from engine.runner.block_reader import block_reader
@@ -118,7 +117,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             adapter=adapter,
             handoff=True,
         )
-        contexts = block_hash.chain(tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True)
+        contexts = sequence.contexts(pool.block_size, self._worker.engine.state_blocks)
         arrived = monotonic()
         watch = await self._worker.loop.add(sequence)
         announced, first_step = request.skip_blocks, None
@@ -137,7 +136,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 span.phase("prefill_queue", arrived, timing.queue_seconds)
                 span.phase("prefill_compute", first_step, timing.compute_seconds)
                 yield first
-            # Full blocks are final. The last, partial block is final when the prompt is: nothing is appended here.
+            # Full blocks are final. The last, partial block is final when the prompt is, and so is the copy of a
+            # recurrent state behind it: nothing is appended here.
             final = len(contexts) if finished else latest.num_computed // pool.block_size
             if final > announced or finished:
                 for start in range(announced, max(final, announced + 1), part):

@@ -180,6 +180,14 @@ class PoolMachine(RuleBasedStateMachine):
             room = self.pool.available
             assert self.pool.grow(name, count) == (more <= room)
 
+    @rule(data=st.data(), fewer=st.integers(1, 3))
+    def shorten(self, data: st.DataObject, fewer: int) -> None:
+        if self.tokens:
+            name = data.draw(st.sampled_from(sorted(self.tokens)))
+            table = list(self.pool.table(name))
+            self.pool.shorten(name, min(fewer, len(table)))
+            assert self.pool.table(name) == table[: max(0, len(table) - fewer)]
+
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         if self.tokens:

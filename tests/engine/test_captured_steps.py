@@ -13,9 +13,10 @@ from torch.nn.attention import varlen as torch_varlen
 
 from engine import kernels
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.gpu.varlen import FA3
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_cache_spec import CallFacts

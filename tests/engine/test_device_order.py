@@ -11,8 +11,9 @@ import torch
 import engine.engine
 from engine.attention.forward_context import device_done
 from engine.core.block_pool import BlockPool
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import StepFailed

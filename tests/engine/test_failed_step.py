@@ -12,10 +12,11 @@ import torch
 
 import engine.engine
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.core.step_retries import GOOD_STEPS, Retries
 from engine.decoding.speculative import Ngram, Speculation
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import StepFailed, TandemError, TooLarge

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.attention.forward_context import Batch, Step
-from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout, plan_calls
+from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout, plan_calls, plan_states
 from engine.kv.kv_cache import KvCache, dtype_named, layout_of
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, describe
 
@@ -84,13 +84,45 @@ def test_block_view_is_the_memory_itself() -> None:
     assert pages.k[0][1].view(torch.uint8).eq(1).all()
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(KvLayout) if field.name != "calls"])
+@pytest.mark.parametrize("field", [field.name for field in fields(KvLayout) if field.name not in ("calls", "states")])
 def test_each_field_counts(field: str) -> None:
     """Changing any field changes the hash, and the difference names the field and both values."""
     value = getattr(LAYOUT, field)
     other = replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
     assert other.hash() != LAYOUT.hash()
     assert LAYOUT.differences(other) == [f"{field} differs: {value} here, {getattr(other, field)} there"]
+
+
+STATES, STATE_BYTES = plan_states(
+    [((0, "conv", 0), (6, 4), "bfloat16", 2), ((0, "recurrent", 0), (2, 3, 5), "float32", 4)]
+)
+
+
+def test_states_of_recurrent_layers_are_part_of_the_layout() -> None:
+    """Of another place, shape or type, they are another layout, which the difference says; without any, the text is
+    what workers wrote that knew none."""
+    ours = replace(LAYOUT, states=STATES, state_bytes=STATE_BYTES)
+    assert KvLayout.from_json(ours.to_json()) == ours
+    assert "state" not in LAYOUT.to_json()
+    for changed in ({"offset": 128}, {"shape": (5, 3, 2)}, {"dtype": "bfloat16"}, {"index": 1}):
+        theirs = replace(ours, states=(STATES[0], replace(STATES[1], **changed)))
+        assert theirs.hash() != ours.hash()
+        assert len(ours.differences(theirs)) == 1
+
+
+def test_a_copy_of_a_state_comes_back_whole() -> None:
+    """Over blocks that are smaller than a state and lie anywhere; nobody else's slot or block changes."""
+    layout = replace(LAYOUT, states=STATES, state_bytes=STATE_BYTES, block_bytes=64)
+    pages = KvCache(replace(layout, calls=()), 9, CPU, slots=3)
+    assert pages.states is not None
+    assert layout.state_blocks == 3
+    pages.states.buffer.copy_(torch.arange(3 * STATE_BYTES).view(3, -1) % 251)
+    before = pages.states.buffer.clone()
+    pages.save_state(1, [7, 2, 5])
+    assert pages.buffer[[0, 1, 3, 4, 6, 8]].eq(0).all()
+    pages.load_state(2, [7, 2, 5])
+    assert torch.equal(pages.states.buffer[2], before[1])
+    assert torch.equal(pages.states.buffer[:2], before[:2])
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(CallLayout)])

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.forward_context import Batch, Rows
 from engine.core import block_hash
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import LoraSlot, Sequence
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading import lora_attachment, lora_loader
 from engine.loading.model_loader import load_model
 from engine.runner import lora

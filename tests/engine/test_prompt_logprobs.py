@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.engine_config import EngineConfig
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.sequence import Sequence
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner

@@ -22,10 +22,11 @@ import pytest
 import torch
 
 import engine.engine
+from engine.core.engine_config import EngineConfig
 from engine.core.scheduler import Chunk
 from engine.core.sequence import Finish, Sequence
 from engine.decoding.speculative import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, fit, worth
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.core.step_time import LEAST_TOKENS, StepTime
-from engine.engine import Engine, EngineConfig
+from engine.engine import Engine
 from engine.loading.model_loader import load_model
 
 

@@ -19,6 +19,8 @@ import services.router.server
 import services.watchdog
 import services.worker
 from cluster.state.embedded_valkey import EmbeddedValkey
+from kvtransfer.sender import Sender
+from kvtransfer.types import Ticket
 from loadtest.harness.random_checkpoints import make_checkpoint
 from services import launch
 from services.router.routing.path_latency import PathLatencyTracker
@@ -183,3 +185,22 @@ def inside(
 
     yield start
     loaded.give_back()
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> list[Sender]:
+    """The prefill workers' books of open transfers, which nothing else has a way to reach."""
+    made: list[Sender] = []
+
+    class Recorded(Sender):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.tickets: list[Ticket] = []
+            made.append(self)
+
+        def open(self, transfer_id: str) -> Ticket:
+            self.tickets.append(super().open(transfer_id))
+            return self.tickets[-1]
+
+    monkeypatch.setattr("services.prefill.servicer.Sender", Recorded)
+    return made

@@ -192,26 +192,7 @@ def give_up(book: Any) -> None:
         book.revoke_ticket(ticket, "given up")
 
 
-@pytest.fixture
-def books(monkeypatch: pytest.MonkeyPatch) -> list[Sender]:
-    """The prefill workers' books of open transfers, which nothing else has a way to reach."""
-    made: list[Sender] = []
-
-    class Recorded(Sender):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.tickets: list[Ticket] = []
-            made.append(self)
-
-        def open(self, transfer_id: str) -> Ticket:
-            self.tickets.append(super().open(transfer_id))
-            return self.tickets[-1]
-
-    monkeypatch.setattr("services.prefill.servicer.Sender", Recorded)
-    return made
-
-
-async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
+async def reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
     """What a bug or an expired lease would do at the source: give the blocks to somebody else during the read."""
     source = cluster.workers["prefill-0"]
     held = [owner for owner in source.engine.pool.owners() if owner.startswith("transfer:")]
@@ -237,7 +218,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
     async def reuse(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
         if not fired:
             fired.append(1)
-            await _reuse_at_source(running[0], overwrite=overwrite)
+            await reuse_at_source(running[0], overwrite=overwrite)
             if not overwrite:  # the source notices the loss as it would notice any end of a transfer
                 give_up(books[0])
 

@@ -110,6 +110,7 @@ def test_the_tokens_are_one_hosts_and_each_worker_is_where_the_page_says(cluster
     assert {workers["decode-0"]["node"], workers["decode-1"]["node"]} == {"a", "b"}
     addresses = {worker["node"]: worker["address"].rpartition(":")[0] for worker in workers.values()}
     assert addresses == {"head": "127.0.0.1", "a": "10.77.0.2", "b": "10.77.0.3"}
+    assert [name for name, host in cluster.hosts.items() if host.runs("ray::SupervisorActor")] == ["head"]
     pairs = cluster.clients.ask("diagnose", 60.0)["answer"]["pairs"]
     ways = {workers[pair["decode_worker"]]["node"]: (pair["transport"], pair["device"]) for pair in pairs}
     assert ways == {"a": ("nixl:ucx:cma", ""), "b": ("nixl:ucx:tcp", "eth0")}

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 import pytest
@@ -525,19 +525,22 @@ async def test_a_router_that_lost_a_job_generates_no_more(
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         kept, append = cluster.router.journal, cluster.router.journal.append
-        begun, answers = asyncio.Event(), []
+        begun, lost, answers = asyncio.Event(), asyncio.Event(), []
 
         async def slow(*given: Any) -> Any:
             begun.set()
-            if told_by == "renew":
-                await asyncio.Event().wait()
+            await (asyncio.Event() if told_by == "renew" else lost).wait()
             answers.append(await append(*given))
             return answers[-1]
 
         monkeypatch.setattr(kept, "append", slow)
         job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
-        await kept._writes.client.hset(kept._job(f"/{job.job_id}"), "generation", 7)
         await begun.wait()
+        async with kept._writes.client.pipeline(transaction=True) as taken:  # and has a lease: no router claims it
+            taken.hset(kept._job(f"/{job.job_id}"), "generation", 7)
+            taken.zadd(kept._open[0], {f"/{job.job_id}": (time() + 600) * 1000})
+            await taken.execute()
+        lost.set()
         await until(lambda: not cluster.router.job_runner._running)
         await cluster.freed()
         assert answers.count(Kept.LOST) == (told_by == "append")

@@ -13,7 +13,7 @@ import torch
 from engine import kernels
 from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
-from loadtest.harness.random_checkpoints import SHAPES, make_checkpoint
+from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
 from planner.capacity import capacity, read_shape
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.test_gptq_awq_fp8 import ALL, make
@@ -31,7 +31,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
+@pytest.mark.parametrize("family", [f"tiny-{family}" for family in sorted(TINY)])
 def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: str) -> None:
     """Heads, head sizes and latents are read right: the block is as large as the one that the probe finds."""
     make_checkpoint(tmp_path, family, dtype="float32")
@@ -46,7 +46,7 @@ def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: st
 
 
 @built
-@pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
+@pytest.mark.parametrize("family", [f"tiny-{family}" for family in sorted(TINY)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.usefixtures("unchecked")
 def test_weight_bytes_equal_the_engines(tmp_path: Path, family: str, tied: bool) -> None:
@@ -122,6 +122,13 @@ def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
             contexts=(),
             concurrencies=(),
         )
+
+
+@pytest.mark.parametrize("family", sorted(HYBRID))
+def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
+    """Their states are not in this arithmetic."""
+    with pytest.raises(CheckpointRefused, match=r"recurrent layers|does not know this kind"):
+        read_shape(make_checkpoint(tmp_path, f"tiny-{family}"))
 
 
 def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> None:

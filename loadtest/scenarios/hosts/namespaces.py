@@ -136,6 +136,12 @@ class Host:
         for child in psutil.Process(started.pid).children():
             child.send_signal(number)
 
+    def runs(self, title: str) -> bool:
+        """Whether one of its processes has a title that begins so."""
+        assert self._space is not None
+        titles = (process.cmdline() for process in self._space.first.children(recursive=True))
+        return any(words[0].startswith(title) for words in titles if words)
+
     # ---- faults
 
     def kill(self) -> None:

@@ -1,0 +1,285 @@
+"""Learns what a model keeps of a sequence beside K and V, and proves that each recurrent layer can be served with it.
+
+One forward over transformers' own cache shows which module calls the cache's state interface (the *mixer*), the shapes
+and types of its states, and the argument that carries the cache. No names of classes or layer types are known here.
+
+Then each mixer alone, in float32, with random numbers: all tokens at once without a cache against the same tokens in
+pieces, through the wrapper that serves (engine.runner.mixers). Some mixers do not continue several tokens from a state;
+transformers only ever gives them one token after the first chunk. Those get one token at a time. A mixer that is wrong
+even then, or keeps its state where this module cannot see it, refuses the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from engine.attention.forward_context import Batch, running
+from engine.core.kv_layout import KvLayout
+from engine.kv.kv_cache import layout_of
+from engine.kv.kv_cache_spec import RecurrentState, StateFacts
+from engine.kv.state_memory import Key, StateMemory
+from engine.runner.mixers import Mixer, Mixers
+from tandem.errors import CheckpointRefused
+
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *STATE_LAYERS)  # a dummy one keeps nothing
+# Installed, transformers uses them in the place of its own code, with states that may differ in more than their shape.
+KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+PIECES = (5, 1, 9, 7, 1)  # tokens, of those of the proof
+# Standard deviations of a mixer's output. One that forgets its state is off by 0.06 and more. What a mixer's rounding
+# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much.
+ROUNDING, MOST_ROUNDING, LIKE = 1e-5, 1e-4, 3.0
+ODD_ERRORS = (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError, AssertionError)
+
+
+class _Recorder(DynamicCache):
+    """transformers' cache, which notes the module that asks for a state."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.inside: list[nn.Module] = []  # the modules whose forward runs now, the innermost last
+        self.owners: dict[int, nn.Module] = {}  # of each layer's states
+
+    def note(self, name: str, layer: int) -> None:
+        known = isinstance(layer, int) and layer < len(self.layers)
+        if not known or not isinstance(self.layers[layer], STATE_LAYERS):
+            raise CheckpointRefused(f"its layers call {name}")
+        owner = self.owners.setdefault(layer, self.inside[-1])
+        if owner is not self.inside[-1]:
+            raise CheckpointRefused(f"two modules call {name} for layer {layer}")
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self.note("get_conv_state", layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self.note("get_recurrent_state", layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
+        self.note("update_conv_state", layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **more)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: Any
+    ) -> Any:
+        self.note("update_recurrent_state", layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)
+
+    def update_indexer(self, *_: Any, **__: Any) -> Any:
+        raise CheckpointRefused("its layers call update_indexer")
+
+    def states(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        """All that the layers keep, by layer; one sequence's each."""
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, STATE_LAYERS):
+                for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                    for index, state in kept.items():
+                        if state is not None:
+                            yield (number, kind, index), state[0]
+
+
+def learn(model: PreTrainedModel) -> Mixers | None:
+    """The mixers of a model, proved; None for one that keeps K and V alone. Leaves the model with its own forwards.
+    Raises CheckpointRefused with the reason for a model whose states cannot be served."""
+    beside = "keeps state besides the K and V of its tokens, which KV pages do not hold"
+    try:
+        cache, arguments = _recorded(model, 5)
+        longer, _ = _recorded(model, 7)
+        if not cache.owners:
+            return None
+        kept = {key: (tuple(state.shape), state.dtype) for key, state in cache.states()}
+        if kept != {key: (tuple(state.shape), state.dtype) for key, state in longer.states()}:
+            raise CheckpointRefused("the shape of a state depends on the number of tokens")
+        mixers = _mixers(model, cache, kept, arguments)
+        _prove(model, mixers)
+    except CheckpointRefused as error:
+        raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
+    except ODD_ERRORS as error:
+        raise CheckpointRefused(
+            f"{type(model).__name__} does not run over transformers' cache of K, V and states, so it may keep state"
+            f" elsewhere: {error!r}"
+        ) from error
+    return mixers
+
+
+def _recorded(model: PreTrainedModel, tokens: int) -> tuple[_Recorder, dict[nn.Module, str]]:
+    """The cache after a forward of so many tokens, and which argument has carried it into each module."""
+    cache = _Recorder(model.config)
+    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS})
+    if others:
+        raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
+    arguments: dict[nn.Module, str] = {}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache.inside.append(module)
+        found = [name for name, value in kwargs.items() if value is cache]
+        if any(value is cache for value in args):
+            found = [name for name, value in Mixer("", module, "").named(*args, **kwargs).items() if value is cache]
+        if found:
+            arguments[module] = found[0]
+
+    def leave(*_: Any) -> None:
+        cache.inside.pop()
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave) for module in model.modules()]
+    ids, positions = _inputs(model, tokens)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    silent = [
+        number
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, STATE_LAYERS) and number not in cache.owners
+    ]
+    if silent:
+        raise CheckpointRefused(f"layer {silent[0]} does not keep its state in the cache that it is given")
+    return cache, arguments
+
+
+def _mixers(model: PreTrainedModel, cache: _Recorder, kept: dict[Key, Any], arguments: dict[nn.Module, str]) -> Mixers:
+    own = next(model.parameters()).dtype
+    found: list[Mixer] = []
+    for name, module in model.named_modules():
+        if module in cache.owners.values():
+            if module not in arguments:
+                raise CheckpointRefused(f"{name} does not get the cache as an argument")
+            found.append(Mixer(name, module, arguments[module]))
+    states = [RecurrentState(key, shape, None if dtype == own else dtype) for key, (shape, dtype) in kept.items()]
+    return Mixers(found, StateFacts(tuple(states), "+".join(filter(find_spec, KERNELS)) or "transformers"))
+
+
+def _prove(model: PreTrainedModel, mixers: Mixers) -> None:
+    """Sets `by_token` of each mixer. Raises CheckpointRefused for one that is wrong in any case."""
+    calls = _arguments(model, mixers, sum(PIECES))
+    for mixer in mixers.each:
+        alone = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument)
+        in_pieces = _gap(alone, calls[mixer.name], mixers.facts)
+        if in_pieces <= ROUNDING:
+            continue
+        alone.by_token = True
+        by_token = _gap(alone, calls[mixer.name], mixers.facts)
+        if not by_token <= MOST_ROUNDING:
+            raise CheckpointRefused(
+                f"{mixer.name} ({type(mixer.module).__name__}) does not continue from its state: its output in pieces"
+                f" is off by {in_pieces:.1g} standard deviations, token by token by {by_token:.1g}"
+            )
+        mixer.by_token = not in_pieces <= LIKE * by_token
+
+
+def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str, dict[str, Any]]:
+    """With which each mixer is called in a forward of so many tokens; the last call counts."""
+    calls: dict[str, dict[str, Any]] = {}
+    hooks = [
+        mixer.module.register_forward_pre_hook(
+            lambda _module, args, kwargs, mixer=mixer: calls.__setitem__(mixer.name, mixer.named(*args, **kwargs)),
+            with_kwargs=True,
+        )
+        for mixer in mixers.each
+    ]
+    ids, positions = _inputs(model, tokens)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
+    """Of its output in PIECES, which follow one another from a state, to that of all tokens at once; in standard
+    deviations."""
+    given = {name: _float(value) for name, value in given.items() if name != mixer.argument}
+    device = next(mixer.module.parameters()).device
+    with torch.inference_mode(), serving(mixer, StateMemory(_layout(facts), 2, device)) as step:
+        whole = _flat(type(mixer.module).forward(mixer.module, **given, **{mixer.argument: None}))
+        parts, done = [], 0
+        for count in PIECES:
+            part = {name: _rows(value, done, count) for name, value in given.items()}
+            step.batch = Batch(query_lens=[count], context_lens=[done + count], slots=[1])
+            step.pages.states.begin()
+            parts.append(_flat(mixer.module(**part, **{mixer.argument: None})))
+            step.pages.states.commit()
+            done += count
+    return float((torch.cat(parts) - whole).abs().max() / whole.std())
+
+
+@contextmanager
+def serving(mixers: Mixer | Mixers, memory: StateMemory) -> Iterator[Any]:
+    """Mixers as in a packed step over `memory`, outside of an engine: gives the step, whose `batch` is to be set."""
+    step: Any = SimpleNamespace(batch=None, pages=SimpleNamespace(states=memory))
+    mixers.switch(True)
+    try:
+        with running(step):
+            yield step
+    finally:
+        mixers.switch(False)
+
+
+@contextmanager
+def isolated(mixers: Mixers | None, tokens: int, like: torch.Tensor) -> Iterator[None]:
+    """Inside, each token of a forward of so many is a sequence of its own. `like`: a parameter of the model."""
+    if mixers is None:
+        yield
+        return
+    with serving(mixers, StateMemory(_layout(mixers.facts, like.dtype), tokens, like.device)) as step:
+        ones = [1] * tokens
+        step.batch = Batch(query_lens=ones, context_lens=ones, slots=list(range(tokens)))
+        yield
+
+
+def _layout(facts: StateFacts, dtype: torch.dtype = torch.float32) -> KvLayout:
+    return layout_of([], 1, dtype, "", states=facts)
+
+
+def _inputs(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions of a prompt, `[1, tokens]`."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(tokens)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
+    return ids, torch.arange(tokens, device=device).unsqueeze(0)
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    return type(value)(map(_float, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _rows(value: Any, start: int, count: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:, start : start + count]
+    return type(value)(_rows(each, start, count) for each in value) if isinstance(value, (tuple, list)) else value
+
+
+def _flat(result: Any) -> torch.Tensor:
+    """`[tokens, ...]` of all tensors that a mixer returns."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return torch.cat([part.flatten(2) for part in parts if isinstance(part, torch.Tensor)], dim=-1)[0]

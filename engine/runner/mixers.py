@@ -1,0 +1,162 @@
+"""Recurrent layers in a packed step: each sequence's rows go through the layer alone, with the state of its own slot.
+
+A *mixer* is the module that calls the state interface of transformers' cache: a linear attention, a state space layer,
+a short convolution. transformers' own code knows neither packed sequences nor slots, so the forward of each mixer is
+replaced by one that takes the packed rows apart:
+
+    rows   a2 a3 a4 b6 c9      a mixer sees  [[a2 a3 a4]] with the state of a's slot, then [[b6], [c9]] with both
+
+Sequences with equally many new tokens share a call. In the argument where the mixer expects transformers' cache it gets
+a `SlotStates`. Where engine.loading.state_probe has found that a mixer does not continue several tokens from a state,
+it gets one token at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.forward_context import Batch, current_step
+from engine.kv.kv_cache_spec import StateFacts
+from engine.kv.state_memory import Key, StateMemory
+
+OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions that do not know it
+
+
+class SlotStates:
+    """What a mixer gets as its cache: the states of the sequences of one call, and no more than the state interface."""
+
+    def __init__(self, memory: StateMemory, slots: Sequence[int], previous: bool) -> None:
+        """`previous`: the sequences have earlier tokens."""
+        self._memory, self._slots, self._previous = memory, slots, previous
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._previous
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._get((layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._get((layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """As transformers': `[n, channels, T]` with the columns before them; keeps the last ones."""
+        key = (layer_idx, "conv", state_idx)
+        width = self._memory.width(key)
+        if self._previous:
+            columns = torch.cat([self._memory.get(key, self._slots), conv_states], dim=-1)
+        else:
+            columns = nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._memory.put(key, self._slots, columns[..., -width:])
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
+        self._memory.put((layer_idx, "recurrent", state_idx), self._slots, recurrent_states)
+        return recurrent_states
+
+    def _get(self, key: Key) -> torch.Tensor | None:
+        return self._memory.get(key, self._slots) if self._previous and key in self._memory else None
+
+
+class Mixer:
+    """One mixer; `argument` of its forward takes the cache."""
+
+    def __init__(self, name: str, module: nn.Module, argument: str) -> None:
+        self.name, self.module, self.argument = name, module, argument
+        self.by_token = False  # set by engine.loading.state_probe
+        self._signature = inspect.signature(type(module).forward)
+
+    def switch(self, on: bool) -> None:
+        """Between packed steps and the module's own forward."""
+        if on:
+            self.module.__dict__["forward"] = self._packed
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        given = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        given.pop(next(iter(self._signature.parameters)))  # self
+        return {name: value for name, value in given.items() if name not in OUR_KEYWORDS}
+
+    def _packed(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward for the rows of the current step."""
+        step: Any = current_step()
+        given = self.named(*args, **kwargs)
+        batch, total = step.batch, sum(step.batch.query_lens)
+        out: list[Any] = []
+        single = False
+        for rows, slots, previous in _calls(batch, self.by_token):
+            part = {name: _pick(value, rows, total) for name, value in given.items()}
+            part[self.argument] = SlotStates(step.pages.states, slots, previous)
+            result = type(self.module).forward(self.module, **part)
+            single = not isinstance(result, tuple)
+            results = (result,) if single else result
+            out = out or [_packed_like(each, total) for each in results]
+            for whole, each in zip(out, results, strict=True):
+                if isinstance(each, torch.Tensor):
+                    whole[0, rows.flatten()] = each.flatten(0, 1)
+        return out[0] if single else tuple(out)
+
+
+class Mixers:
+    """All mixers of a model, in the order of its modules, and what they keep."""
+
+    def __init__(self, each: list[Mixer], facts: StateFacts) -> None:
+        self.each = each
+        self.facts = facts
+
+    def switch(self, on: bool) -> None:
+        for mixer in self.each:
+            mixer.switch(on)
+
+    def __str__(self) -> str:
+        alone = sum(mixer.by_token for mixer in self.each)
+        slow = f", {alone} of them one token at a time" if alone else ""
+        return f"{len(self.each)} recurrent layers with {len(self.facts.states)} states{slow}"
+
+
+def _calls(batch: Batch, by_token: bool) -> Iterator[tuple[torch.Tensor, list[int], bool]]:
+    """Rows `[n, tokens]`, slots and whether there are earlier tokens, for each call of a mixer."""
+    groups: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)  # (tokens, earlier) -> (first row, slot)
+    start = 0
+    for query, context, slot in zip(batch.query_lens, batch.context_lens, batch.slots, strict=True):
+        groups[query, context > query].append((start, slot))
+        start += query
+    for (query, previous), members in groups.items():
+        rows = torch.tensor([first for first, _ in members]).unsqueeze(1) + torch.arange(query)
+        slots = [slot for _, slot in members]
+        if not by_token:
+            yield rows, slots, previous
+            continue
+        for token in range(query):
+            yield rows[:, token : token + 1], slots, previous or token > 0
+
+
+def _pick(value: Any, rows: torch.Tensor, total: int) -> Any:
+    """These rows of what has one for each packed token, `[1, total, ...]` as `[n, tokens, ...]`."""
+    if isinstance(value, torch.Tensor):
+        assert value.shape[:2] == (1, total), f"an argument of shape {tuple(value.shape)} for {total} packed tokens"
+        return value[0][rows.to(value.device)]
+    if isinstance(value, (tuple, list)):
+        return type(value)(_pick(each, rows, total) for each in value)
+    return value
+
+
+def _packed_like(value: Any, total: int) -> Any:
+    return value.new_empty(1, total, *value.shape[2:]) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,231 @@
+"""Steps on a GPU that torch only pretends to have: tensors with shapes and devices and without data.
+
+They show where the host would wait for the device and where tensors of two devices meet; numbers are in other tests.
+They need torch for CUDA, as PyPI has it, and no driver. torch for CPU skips them; `make test-cuda` installs the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+
+from engine.attention import mla
+from engine.attention.forward_context import Batch, Step
+from engine.core.sequence import Sequence
+from engine.decoding import sampler
+from engine.gpu import paged_attention, sampling, sampling_kernel
+from engine.gpu.paged_attention import TritonAttention
+from engine.loading.model_loader import load_model
+from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
+from loadtest.harness.random_checkpoints import TINY, make_module
+from tandem.sampling import Sampling
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is for CPU")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BLOCK_SIZE, BLOCKS, LONGEST = 16, 16, 512
+STEPS = {  # (done, new) of each sequence
+    "a prompt": [(0, 21)],
+    "single tokens": [(17, 1), (300, 1), (0, 1)],
+    "both": [(0, 7), (40, 9), (33, 1), (35, 1), (5, 1)],
+}
+
+
+class Waits(TorchDispatchMode):
+    """Notes copies between device and host for which the host waits: all to the host, and to the device those that are
+    not put in the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        names = (one.name for one in operator._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        into, source = (given["self"], given["src"]) if "src" in given else (out, given.get("self"))
+        copies = isinstance(into, torch.Tensor) and isinstance(source, torch.Tensor) and into.device != source.device
+        if copies and (into.device.type == "cpu" or not given.get("non_blocking")):
+            self.seen.append(f"{operator} from {source.device} to {into.device}")
+        return out
+
+
+class Launch:
+    """Stands for a kernel: `kernel[grid](tensors, ...)`. All its tensors must be on the device."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid)
+        return self._launch
+
+    def _launch(self, *given: Any, **fixed: Any) -> None:
+        self.launched += 1
+        assert {one.device for one in given if isinstance(one, torch.Tensor)} == {GPU}
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
+    """Everything made inside is without data; `cuda` is a device. What only a driver can do is left out."""
+    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens")}
+    tensor = torch.tensor
+    inference_mode = torch.inference_mode
+    monkeypatch.setattr(paged_attention, "attend", launches["attend"])
+    monkeypatch.setattr(paged_attention, "merge", launches["merge"])
+    monkeypatch.setattr(sampling_kernel, "choose_tokens", launches["choose_tokens"])
+    monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **more: tensor(*given, **more))
+    monkeypatch.setattr(torch, "inference_mode", lambda *given: inference_mode(*given) if given else torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode():
+        yield launches
+
+
+def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
+    """The family's model on the device."""
+    module = make_module(f"tiny-{family}", torch.bfloat16, GPU)
+    mla.use_latent_pages(module)
+    runner = ModelRunner(
+        module,
+        facts,
+        RunnerConfig(max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE),
+    )
+    runner.cuda_kernel = TritonAttention(LONGEST)
+    runner.use_paged_attention()
+    return runner
+
+
+def batch_of(sequences: list[tuple[int, int]]) -> Batch:
+    batch, free = Batch(), iter(range(BLOCKS * 4))
+    for done, new in sequences:
+        table = [next(free) for _ in range(-(-(done + new) // BLOCK_SIZE))]
+        batch.add([1] * new, done, table, [new - 1])
+    return batch
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def family(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> tuple[str, Any]:
+    """Its name, and the facts that its probe learns."""
+    name: str = request.param
+    return name, load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU).facts
+
+
+def test_a_forward_never_waits_for_the_device(family: tuple[str, Any], pretended: dict[str, Launch]) -> None:
+    """Nothing in it depends on the data of a tensor, and no operator gets tensors of two devices."""
+    runner = pretend(*family)
+    pages = runner.allocate(BLOCKS * 4)
+    for name, sequences in STEPS.items():
+        with Waits() as waits:
+            logits = runner.forward(pages, batch_of(sequences))
+        assert not waits.seen, name
+        assert logits.device == GPU
+        assert logits.shape == (len(sequences), runner.vocab_size)
+    assert pretended["attend"].launched > 0 or runner.latent
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (lambda logits: logits.argmax(-1).tolist(), DataDependentOutputException),
+        (lambda logits: logits[logits[:, 0] > 0], DynamicOutputShapeException),
+        (lambda logits: logits + torch.ones(logits.shape), RuntimeError),
+        (lambda logits: logits.cpu(), AssertionError),
+    ],
+    ids=["it asks for a number", "a shape depends on data", "two devices", "a copy to the host"],
+)
+def test_a_forward_that_waits_is_noticed(
+    fault: Callable[[torch.Tensor], Any],
+    error: type[Exception],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pretended: dict[str, Launch],
+) -> None:
+    """The control."""
+    with unset_fake_temporarily():
+        facts = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU).facts
+    by_modules = ModelRunner.by_modules
+
+    def waits(self: ModelRunner, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        logits = by_modules(self, step, wanted)
+        fault(logits)
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "by_modules", waits)
+    with pytest.raises(error):
+        test_a_forward_never_waits_for_the_device(("llama", facts), pretended)
+
+
+def test_quantised_pages_are_written_and_read_without_a_wait(
+    checkpoint: Callable[[str], Path], pretended: dict[str, Launch]
+) -> None:
+    """By the kernel and, for latent pages, by the reference."""
+    for name in ("llama", "deepseek-v3"):
+        with unset_fake_temporarily():
+            facts = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU).facts
+        runner = pretend(name, facts, "int8")
+        pages = runner.allocate(BLOCKS * 4)
+        with Waits() as waits:
+            runner.forward(pages, batch_of(STEPS["both"]))
+        assert not waits.seen, name
+
+
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the tensors that become lists of the host; what they hold is not known."""
+    shapes: list[torch.Size] = []
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        shapes.append(tensor.shape)
+        return np.zeros(tensor.shape).tolist()
+
+    monkeypatch.setattr(FakeTensor, "tolist", tolist)
+    return shapes
+
+
+def test_tokens_are_chosen_with_one_wait(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
+    """For the tokens themselves, whatever the requests sample by."""
+    rows = len(sampling.TRIED)
+    with Waits() as waits:
+        sampling.sample(torch.empty(rows, 384, device=GPU), sampling.TRIED, [0.5] * rows)
+    assert lists == [torch.Size([rows])]
+    assert not waits.seen
+    assert pretended["choose_tokens"].launched == 1
+
+
+def test_what_changes_logits_is_put_in_the_queue(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
+    """Bias, penalties, stop tokens and lists of tokens: the host copies numbers to the device and goes on."""
+    options: list[dict[str, Any]] = [
+        {"logit_bias": ((3, 1.5), (4, -2.0))},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"min_tokens": 4},
+        {"allowed_token_ids": (1, 2, 3)},
+        {"bad_words": ((7,), (8, 9))},
+    ]
+    sequences = [Sequence("", [5, 6, 7], 2, 100, frozenset({2}), Sampling(**one)) for one in options]
+    with Waits() as waits:
+        sampler.adjust(torch.empty(len(sequences), 384, device=GPU), sequences)
+    assert not waits.seen
+    assert not lists
+
+
+def test_logprobs_take_one_wait(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
+    """For all rows and all their likeliest tokens."""
+    with Waits() as waits:
+        sampler.logprobs(torch.empty(3, 384, device=GPU), [1, 2, 3], [0, 5, 2])
+    assert len(lists) == 1
+    assert not waits.seen

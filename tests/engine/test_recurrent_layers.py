@@ -1,0 +1,296 @@
+"""Models with recurrent layers: each sequence's state is its own, whatever else a step computes and however its prompt
+is cut. Greedy tokens of tiny models may hide a wrong state, so logits are compared, too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.engine_config import EngineConfig
+from engine.core.sequence import Sequence
+from engine.engine import Engine
+from engine.kv.state_memory import StateMemory
+from engine.loading import self_check
+from engine.loading.model_loader import load_model
+from engine.runner import mixers
+from engine.runner.model_runner import ModelRunner
+from engine.runner.sequence_states import SequenceStates
+from loadtest.harness.random_checkpoints import HYBRID
+from tandem.errors import CheckpointRefused, SettingsError, TooLarge
+from tests.support import oracle
+
+Checkpoint = Callable[[str], Path]
+CPU = torch.device("cpu")
+EXACT = 5e-5  # standard deviations of the logits
+LENGTHS, NEW, SIZE = (5, 40, 1, 23), 12, 4
+ONE_OF_EACH = ("qwen3-next", "falcon-h1", "lfm2", "jamba")  # gated delta rule, Mamba-2, convolution, Mamba-1
+
+
+def load(folder: Path, **options: Any) -> ModelRunner:
+    return load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=256, block_size=SIZE, **options)
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Checkpoint) -> Callable[[str], ModelRunner]:
+    models: dict[str, ModelRunner] = {}
+
+    def get(family: str) -> ModelRunner:
+        if family not in models:
+            models[family] = load(checkpoint(f"tiny-{family}"))
+        return models[family]
+
+    return get
+
+
+def engine_of(model: ModelRunner, *, blocks: int = 200, budget: int = 16) -> Engine:
+    return Engine(model, EngineConfig(num_blocks=blocks, block_size=SIZE, token_budget=budget, max_running=4))
+
+
+def sequences(folder: Path) -> list[Sequence]:
+    return [
+        Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=len(prompt), max_len=len(prompt) + NEW)
+        for number, prompt in enumerate(oracle.prompts(folder, list(LENGTHS)))
+    ]
+
+
+def run(engine: Engine, added: list[Sequence]) -> None:
+    """To their end; the books balance after every step."""
+    for sequence in added:
+        engine.add(sequence)
+    for _ in range(1000):
+        if not engine.scheduler.has_work:
+            break
+        engine.step()
+        assert engine.check(live=engine.sequences) == []
+    assert engine.pool.held == 0
+
+
+def right(folder: Path, sequence: Sequence) -> bool:
+    prompt = sequence.tokens[: sequence.prompt_len]
+    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, NEW)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_tokens_equal_transformers(
+    family: str, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts in one engine, in chunks beside streams, over slots that were used before; and the logits."""
+    folder, model = checkpoint(f"tiny-{family}"), loaded(family)
+    engine = engine_of(model)
+    for _ in range(2):
+        run(engine, added := sequences(folder))
+        assert all(right(folder, sequence) for sequence in added)
+    assert self_check.run(model).gap < EXACT
+    assert all(mixer.by_token == (family == "jamba") for mixer in model.mixers.each)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_preempted_sequences_begin_anew(
+    family: str, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """Blocks for two at a time: the youngest lose blocks and slot, and compute both again."""
+    folder = checkpoint(f"tiny-{family}")
+    model = loaded(family)
+    engine = engine_of(model, blocks=max(21, 13 + model.layout(SIZE).state_blocks))
+    run(engine, added := sequences(folder))
+    assert engine.scheduler.preemptions > 0
+    assert all(right(folder, sequence) for sequence in added)
+
+
+def test_a_failed_step_leaves_every_state_as_it_was(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps fail after some of their layers have new states, and are tried again."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    forward, failing = ModelRunner.by_modules, random.Random(0)
+
+    def fails(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        if failing.random() < 0.3:
+            raise RuntimeError("injected, after the last layer")
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "by_modules", fails)
+    engine = engine_of(model)
+    run(engine, added := sequences(folder))
+    assert engine.failures >= 3
+    done = [sequence for sequence in added if len(sequence.tokens) == sequence.max_len]
+    assert len(done) > 1, "the others ended with StepFailed, alone at fault"
+    assert all(right(folder, sequence) for sequence in done)
+
+
+def test_control_states_that_are_kept_at_once_are_wrong_after_a_failed_step(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with every new state written to its slot immediately."""
+    keep = StateMemory._keep
+
+    def now(self: StateMemory, key: Any, slots: Any, states: torch.Tensor) -> None:
+        keep(self, key, slots, states)
+        for slot, state in zip(slots, states, strict=True):
+            self._views[key][slot].copy_(state)
+
+    monkeypatch.setattr(StateMemory, "_keep", now)
+    with pytest.raises(AssertionError):
+        test_a_failed_step_leaves_every_state_as_it_was(checkpoint, loaded, monkeypatch)
+
+
+def harmed(model: ModelRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> float:
+    """The gap of the self-check with a fault in the slots."""
+    calls = mixers._calls
+
+    def faulty(batch: Any, by_token: bool) -> Any:
+        for rows, slots, previous in calls(batch, by_token):
+            if fault == "one slot for all":
+                yield rows, [0 for _ in slots], previous
+            elif fault == "a stale slot is continued":
+                yield rows, slots, True
+            elif fault == "the state is forgotten":
+                yield rows, slots, False
+
+    if fault == "one token early":
+        commit, memory_get = StateMemory.commit, {}
+
+        def late(self: StateMemory) -> None:
+            new, self._new = self._new, memory_get.get(id(self), {})
+            memory_get[id(self)] = dict(new)
+            commit(self)
+
+        monkeypatch.setattr(StateMemory, "commit", late)
+    else:
+        monkeypatch.setattr(mixers, "_calls", faulty)
+    return self_check.run(model).gap
+
+
+FAULTS = ("one slot for all", "a stale slot is continued", "the state is forgotten", "one token early")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_control_a_wrong_state_shows_in_the_logits(
+    family: str, fault: str, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By far more than what is served as exact."""
+    assert not harmed(loaded(family), monkeypatch, fault) < 100 * EXACT
+
+
+def test_control_without_the_proof_mamba_1_in_chunks_is_wrong(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """Mixers that the proof gives one token at a time: served in chunks, the logits are off, if only a little."""
+    model = load(checkpoint("tiny-jamba"))
+    for mixer in model.mixers.each:  # type: ignore[union-attr]
+        mixer.by_token = False
+    assert self_check.run(model).gap > 100 * EXACT
+
+
+def test_what_is_not_served_beside_recurrent_layers_is_refused(checkpoint: Checkpoint) -> None:
+    """Adapters, by a sentence that says why."""
+    with pytest.raises(SettingsError, match="recurrent layers, beside which adapters"):
+        load(checkpoint("tiny-lfm2"), later_rank=4)
+
+
+def test_quantised_kv_beside_states(checkpoint: Checkpoint) -> None:
+    """K and V of the attention layers in int8: the paged path still equals eager attention over the stored values."""
+    model = load(checkpoint("tiny-qwen3-next"), kv_dtype="int8")
+    report = self_check.run(model)
+    assert report.gap < EXACT
+    assert report.kept_gap < EXACT
+
+
+def test_a_mixer_that_never_continues_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name: a state that it never reads back."""
+    kept = mixers.SlotStates.__init__
+    monkeypatch.setattr(mixers.SlotStates, "__init__", lambda self, memory, slots, _: kept(self, memory, slots, False))
+    with pytest.raises(CheckpointRefused, match=r"model\.layers\.0\.conv \(Lfm2ShortConv\) does not continue from its"):
+        load(checkpoint("tiny-lfm2"))
+
+
+def again(engine: Engine, folder: Path, shared: int, more: int) -> Sequence:
+    """Runs a prompt of 61 tokens, then one with `shared` of them and `more` others; returns that."""
+    first, other = oracle.prompts(folder, [61, more])
+    run(engine, [Sequence(id="first", tokens=list(first), prompt_len=61, max_len=61 + NEW)])
+    prompt = first[:shared] + other
+    second = Sequence(id="second", tokens=prompt, prompt_len=len(prompt), max_len=len(prompt) + NEW)
+    run(engine, [second])
+    return second
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+@pytest.mark.parametrize("shared", [61, 60, 35])
+def test_a_cached_beginning_is_reused_up_to_its_deepest_snapshot(
+    family: str, shared: int, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """At the end of the last full block of the earlier prompt, or at a regular place before; the tokens are those
+    without a cache, also when the snapshot is used again after its sequence went on from a copy."""
+    folder, model = checkpoint(f"tiny-{family}"), loaded(family)
+    engine = engine_of(model, blocks=400)
+    second = again(engine, folder, shared, 9)
+    interval = 4 * model.layout(SIZE).state_blocks * SIZE
+    assert second.cached == (60 if shared >= 60 else shared // SIZE * SIZE // interval * interval)
+    assert right(folder, second)
+    third = Sequence(id="third", tokens=second.tokens[:-NEW], prompt_len=shared + 9, max_len=shared + 9 + NEW)
+    run(engine, [third])
+    assert third.cached == (shared + 8) // SIZE * SIZE
+    assert right(folder, third)
+
+
+def test_control_kv_that_is_reused_beyond_the_snapshot_gives_wrong_logits(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks that match, with the state of fewer tokens: what others' prefix caches do to hybrid models."""
+    folder = checkpoint("tiny-qwen3-next")
+    resume = SequenceStates.resume
+
+    def deeper(self: SequenceStates, sequence: Sequence) -> list[bytes] | None:
+        found = resume(self, sequence)
+        return sequence.reusable(SIZE)[: self._pool.match(sequence.reusable(SIZE))] if found else found
+
+    monkeypatch.setattr(SequenceStates, "resume", deeper)
+    assert not right(folder, again(engine_of(loaded("qwen3-next"), blocks=400), folder, 55, 5))
+
+
+def test_snapshots_stay_within_their_share_and_the_ledger_balances(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """Of a small pool, over many prompts; those that were used least recently go first."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model, blocks=48)
+    states = engine.states
+    assert states is not None
+    for number, prompt in enumerate(oracle.prompts(folder, [30] * 12)):
+        run(engine, [Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=30, max_len=32)])
+        assert 0 < len(states._snapshots) <= 48 // 4 // states.blocks
+    assert engine.pool.free + engine.pool.cached == 48
+
+
+def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:
+    """With the KV of its sequence: whoever comes with the same prompt begins at the first token."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model)
+    (prompt,) = oracle.prompts(folder, [30])
+    one = Sequence(id="one", tokens=list(prompt), prompt_len=30, max_len=30 + NEW)
+    engine.add(one)
+    while one.num_computed < 29:
+        engine.step()
+    engine._distrust(one)
+    engine.drop("one")
+    two = Sequence(id="two", tokens=list(prompt), prompt_len=30, max_len=30 + NEW)
+    run(engine, [two])
+    assert two.cached == 0
+    assert right(folder, two)
+
+
+def test_a_pool_that_does_not_hold_one_state_is_refused(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """When the engine is made, with the number of blocks that it needs at least."""
+    model = loaded("falcon-h1")
+    needed = model.layout(SIZE).state_blocks
+    with pytest.raises(TooLarge, match=f"needs {needed} blocks"):
+        engine_of(model, blocks=needed)

@@ -1,0 +1,273 @@
+"""Models with recurrent layers through prefill and decode: the state moves under the ticket, the fence and the digest
+of the KV, and nothing runs on a state that is not provably the sequence's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import block_hash
+from engine.core.sequence import Sequence
+from engine.runner.sequence_states import SequenceStates
+from kvtransfer.sender import Sender
+from kvtransfer.types import Offer, Peer, Ticket
+from loadtest.harness.random_checkpoints import make_checkpoint
+from services import launch
+from tandem.async_client import AsyncClient
+from tests.journey.test_handoff import harming, reuse_at_source
+from tests.journey.test_kill import ids, until
+from tests.support import oracle
+from tests.support.faults import Harm
+from tests.support.harness import LocalCluster
+from tests.support.memory import block_view
+
+NEW = 16
+SETTINGS: dict[str, Any] = {"transport": "nixl", "dtype": "float32"}
+FAMILIES = ("qwen3-next", "falcon-h1")  # all others are in test_families; a state of one block, and of several
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(tmp_path_factory.mktemp(family), f"tiny-{family}", dtype="float32")
+        return made[family]
+
+    return get
+
+
+async def ask(cluster: Any, prompt: list[int], **options: Any) -> Any:
+    return await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable[[str], Path], family: str) -> None:
+    """Many prompts at once, in chunks, then the same ones again, whose KV the decode worker has: only the rest and the
+    state are moved."""
+    folder = hybrid(family)
+    prompts = oracle.prompts(folder, [1, 7, 8, 9, 40, 64, 65, 150])
+    async with inside(model=str(folder), **SETTINGS) as cluster:
+        engine = cluster.workers["decode-0"].engine
+        assert engine.state_blocks > 0
+        for again in (False, True):
+            for prompt, done in zip(
+                prompts, await asyncio.gather(*(ask(cluster, prompt) for prompt in prompts)), strict=True
+            ):
+                assert done.token_ids == oracle.greedy(folder, prompt, NEW)
+                receipt = done.receipt
+                assert (receipt.path, receipt.attempts) == ("disaggregated", 1)
+                skipped = (len(prompt) - 1) // 8 if again else 0
+                assert receipt.transfer.blocks == -(-len(prompt) // 8) - skipped + engine.state_blocks
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+        assert engine.states.slots.held == 0
+
+
+async def test_a_prompt_that_is_computed_where_it_decodes(inside: Any, hybrid: Callable[[str], Path]) -> None:
+    """Without a prefill worker; the second time it begins at the snapshot at the end of its last full block."""
+    folder = hybrid("qwen3-next")
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), prefill=0, **SETTINGS) as cluster:
+        for cached in (0, 48):
+            done = await ask(cluster, prompt)
+            assert done.token_ids == oracle.greedy(folder, prompt, NEW)
+            assert done.receipt.path == "local"
+            assert done.receipt.cached_tokens == cached
+
+
+@pytest.fixture
+def folder(hybrid: Callable[[str], Path]) -> Path:
+    return hybrid("qwen3-next")
+
+
+def scramble_state(running: list[Any]) -> Callable[[Harm, Peer, Seq[tuple[int, int]]], None]:
+    """Once, of the copy that has just been read."""
+    done: list[int] = []
+
+    def act(harm: Harm, peer: Peer, pairs: Seq[tuple[int, int]]) -> None:
+        pool = running[0].workers["decode-0"].engine.pool
+        ends = {pool.table(owner)[-1] for owner in pool.owners() if owner.startswith("sequence:")}
+        for _, local in pairs:
+            if local in ends and not done:
+                done.append(local)
+                view = block_view(harm.region, local)
+                view[:] = bytes([0, 0, 0x48, 0x42]) * (len(view) // 4)  # 50.0
+
+    return act
+
+
+async def test_a_byte_of_the_state_that_changes_on_the_way_is_noticed(inside: Any, folder: Path) -> None:
+    """By its digest; the second attempt gives the right tokens."""
+    running: list[Any] = []
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), wrap=harming({}, after=scramble_state(running)), **SETTINGS) as cluster:
+        running.append(cluster)
+        done = await ask(cluster, prompt)
+        assert done.token_ids == oracle.greedy(folder, prompt, NEW)
+        assert done.receipt.attempts == 2
+        assert "digest of block index 7 " in done.receipt.notes[0]
+        assert await cluster.ledgers_balance()
+
+
+async def test_control_without_the_digest_a_wrong_state_goes_through(
+    inside: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same fault: one attempt, status OK, wrong tokens."""
+    monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
+    running: list[Any] = []
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), wrap=harming({}, after=scramble_state(running)), **SETTINGS) as cluster:
+        running.append(cluster)
+        done = await ask(cluster, prompt)
+        assert done.receipt.attempts == 1
+        assert done.token_ids != oracle.greedy(folder, prompt, NEW)
+
+
+@pytest.mark.parametrize("fault", ["missing", "of one token less", "in the place of KV"])
+async def test_a_state_that_is_not_this_sequences_own_never_commits(
+    inside: Any, folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill worker leaves it out, offers that of another position, or mixes it up with a block of KV."""
+    announce, done = Sender.announce, list[int]()
+
+    def wrong(self: Sender, ticket: Ticket, offers: Seq[Offer]) -> Any:
+        if done or not any(offer.index == 7 for offer in offers):
+            return announce(self, ticket, offers)
+        done.append(1)
+        *kv, state = offers
+        if fault == "missing":
+            return announce(self, ticket, kv)
+        if fault == "of one token less":
+            early = block_hash.of_state(block_hash.chain(prompt[:49], 8, b"", partial=True)[-1], 49, 1)[0]
+            return announce(self, ticket, [*kv, Offer(state.index, state.block, early)])
+        *kv, last = kv
+        mixed = [Offer(last.index, state.block, last.context), Offer(state.index, last.block, state.context)]
+        ready = announce(self, ticket, [*kv, last, state])
+        return [
+            *ready[:-2],
+            *(replace(each, remote_block=offer.block) for each, offer in zip(ready[-2:], mixed, strict=True)),
+        ]
+
+    monkeypatch.setattr(Sender, "announce", wrong)
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), **SETTINGS) as cluster:
+        assert cluster.workers["decode-0"].engine.state_blocks == 1
+        answer = await ask(cluster, prompt)
+        assert done
+        assert answer.receipt.attempts == 2
+        assert answer.token_ids == oracle.greedy(folder, prompt, NEW)
+        assert await cluster.ledgers_balance()
+
+
+async def test_control_a_state_of_one_token_less_gives_other_tokens(
+    inside: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the digest cannot see, because the source itself is wrong: the tokens of these models do show it."""
+    commit = SequenceStates.commit
+    before: dict[int, torch.Tensor] = {}
+
+    def late(self: SequenceStates) -> bool:
+        before[id(self._pages)] = self._memory.buffer.clone()
+        return commit(self)
+
+    def early(self: SequenceStates, owner: str, table: Seq[int]) -> None:
+        now = self._memory.buffer.clone()
+        self._memory.buffer.copy_(before[id(self._pages)])
+        self._pages.save_state(self.slots.slot(owner), table[-self.blocks :])
+        self._memory.buffer.copy_(now)
+
+    monkeypatch.setattr(SequenceStates, "commit", late)
+    monkeypatch.setattr(SequenceStates, "save", early)
+    (prompt,) = oracle.prompts(folder, [65])  # a step of 64 tokens, and one of the last
+    async with inside(model=str(folder), **SETTINGS) as cluster:
+        assert (await ask(cluster, prompt)).token_ids != oracle.greedy(folder, prompt, NEW)
+
+
+async def test_states_that_the_source_gave_up_during_the_read_are_never_used(
+    inside: Any, folder: Path, books: list[Sender]
+) -> None:
+    """As blocks of KV."""
+    running: list[Any] = []
+    fired: list[int] = []
+
+    async def give_up(harm: Harm, peer: Peer, pairs: Seq[tuple[int, int]]) -> None:
+        pool = running[0].workers["prefill-0"].engine.pool
+        states = {pool.table(owner)[-1] for owner in pool.owners() if owner.startswith("transfer:")}
+        if not fired and states & {remote for remote, _ in pairs}:  # the prompt is computed by now
+            fired.append(1)
+            await reuse_at_source(running[0], overwrite=True)
+
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), wrap=harming({}, before=give_up), **SETTINGS) as cluster:
+        running.append(cluster)
+        done = await ask(cluster, prompt)
+        assert fired
+        assert done.receipt.attempts == 2
+        assert done.token_ids == oracle.greedy(folder, prompt, NEW)
+
+
+async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: Path) -> None:
+    """Where blocks are few, the youngest lose theirs and their state, and compute both again; further answers to a
+    prompt compute it anew, or from a snapshot."""
+    prompts = oracle.prompts(folder, [40, 41, 42, 43, 44, 45])
+    async with inside(model=str(folder), kv_blocks=44, **SETTINGS) as cluster:
+        answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=80, ignore_eos=True) for p in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == oracle.greedy(folder, prompt, 80)
+        assert cluster.workers["decode-0"].engine.scheduler.preemptions > 0
+        several = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, n=3)
+        assert [each.token_ids for each in several] == [oracle.greedy(folder, prompts[0], NEW)] * 3
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+
+
+async def test_the_decode_worker_dies_mid_stream(folder: Path) -> None:
+    """SIGKILL: its streams go on at another worker, which gets KV and state of all tokens so far, with the same
+    tokens."""
+    prompts = oracle.prompts(folder, [20, 33, 48, 7])
+    with LocalCluster(folder, decode=2, step_s=0.01, block_size=8, dtype="float32") as cluster:
+        client = AsyncClient(cluster.target)
+        pieces: list[list[Any]] = [[] for _ in prompts]
+
+        async def one(index: int) -> None:
+            async for piece in client.stream(prompts[index], max_tokens=80, ignore_eos=True, timeout=60):
+                pieces[index].append(piece)
+
+        running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
+        await until(lambda _: all(len(ids(each)) >= 5 for each in pieces), pieces, running)
+        await asyncio.to_thread(cluster.kill, "decode-0")
+        await running
+        await client.close()
+        assert any(each[-1].receipt.attempts > 1 for each in pieces)
+        for prompt, each in zip(prompts, pieces, strict=True):
+            assert ids(each) == oracle.greedy(folder, prompt, 80)
+        await asyncio.to_thread(cluster.start_worker, "decode-0")
+        cluster.wait_balanced()
+
+
+async def test_a_role_switch_keeps_the_snapshots_and_no_state(inside: Any, folder: Path) -> None:
+    """The engine of a prefill worker becomes a decode worker's: no slot is held, and its snapshots still serve."""
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), **SETTINGS) as cluster:
+        await ask(cluster, prompt)
+        worker = cluster.workers["prefill-0"]
+        engine = await worker.release(5.0)
+        assert engine.engine.states.slots.held == 0
+        assert engine.engine.check(live=()) == []
+        again: Any = await launch.start("decode", cluster.settings, "decode-1", engine=engine)
+        cluster.workers["decode-1"] = again
+        try:
+            sequence = Sequence(id="s", tokens=list(prompt), prompt_len=50, max_len=60)
+            assert len(await engine.call(lambda: engine.engine.states.resume(sequence))) == 6
+            await engine.call(lambda: engine.engine.states.slots.drop("s"))
+        finally:
+            await again.stop(0.0)
