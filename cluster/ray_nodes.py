@@ -62,18 +62,20 @@ class Gcs:
             raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
 
     def drain(self, address: str, grace_s: float) -> bool:
-        """Drains the node of this address, also one that drains already. False: none is alive there."""
+        """Drains the nodes of this address, also those that drain already. False: none is alive there. The head's node
+        is none of them: Ray ends with it."""
+        found = False
         try:
             client = self._connected()
+            deadline_ms = int((time() + grace_s) * 1000)
             for node_id, node in client.get_all_node_info(timeout=ANSWER_S).items():
                 alive = node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
                 if alive and node.node_manager_address == address and not node.is_head_node:
-                    deadline_ms = int((time() + grace_s) * 1000)
                     client.drain_node(node_id.hex(), ENDS_SOON, "its pod ends", deadline_ms)
-                    return True
+                    found = True
         except Exception as error:  # as above
             raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
-        return False
+        return found
 
     def _connected(self) -> GcsClient:
         if self._client is None:

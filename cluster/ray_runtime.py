@@ -1,4 +1,4 @@
-"""Ray: the only file that calls it. Ray owns processes here (start, place, notice death, end); requests never pass it.
+"""Ray of one `tandem up`. Ray owns processes here (start, place, notice death, end); requests never pass it.
 
 One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
 process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.

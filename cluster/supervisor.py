@@ -5,7 +5,8 @@ Host starts and ends processes.
                                       ▲                         or switch_role(id)  start → ready → wait → ended
                                       └──────── wake: a worker ended, wanted changed, a backoff is over
 
-Nothing is polled: a worker's death ends its pending wait(), and the registry announces changes of "wanted".
+Nothing is polled but the nodes that will end, which Ray announces to nobody: a worker's death ends its pending wait(),
+and the registry announces changes of "wanted".
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ log = structlog.get_logger(__name__)
 WANTED_REFRESH_S = 5.0
 """How soon a missed change of "wanted" is noticed."""
 NODES_LOOKED_AT_S = 1.0
-"""How soon a node that will end is noticed: Ray announces none."""
+"""How soon a node that will end is noticed."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped this long after its grace is killed."""
 START_PROGRESS_TIMEOUT_S = 900.0
@@ -84,7 +85,7 @@ class Host(Protocol):
         """Keeps `count` processes that can become a worker of either pool; they start in the background."""
 
     async def leaving(self) -> set[str]:
-        """Nodes that will end soon. Raises Unavailable when nobody knows."""
+        """Nodes that will end soon; spares there have been ended. Raises Unavailable when nobody knows."""
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         """Workers that an earlier incarnation of this supervisor started."""
@@ -264,7 +265,8 @@ class Supervisor:
                 if worker.process.node in leaving and worker.phase is not Phase.STOPPING:
                     log.info("supervisor.node_ends", worker_id=worker.worker_id, node=worker.process.node)
                     once(self._drain(worker, self._grace_s), name=f"drain {worker.worker_id}")
-                    self._wake.set()
+            if leaving:
+                self._wake.set()
             await asyncio.sleep(NODES_LOOKED_AT_S)
 
     # ---- one worker

@@ -28,7 +28,9 @@ def main() -> int:
     try:
         settings = tandem_settings.load()
         if settings.ray_address is None or settings.advertise_host is None:
-            raise SettingsError("a node is its address at a Ray", field="ray_address, advertise_host", bound="set")
+            raise SettingsError(
+                "ray_address and advertise_host say which node of which Ray ends", field="ray_address", bound="set"
+            )
         return 0 if leave(settings, settings.ray_address, settings.advertise_host) else 1
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
