@@ -18,7 +18,7 @@ import pytest
 
 from tandem.client import Client
 from tests.deploy import kuberay
-from tests.deploy.chart import NAME, example, render
+from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
 
@@ -26,6 +26,7 @@ PROMPT = list(range(100, 140))
 SOON_S = 120.0
 STREAMS = 4  # two on each of two workers
 VALUES = example("laptop") | {"orchestrator": "ray"}
+EITHER = VALUES | {"ray": {"switch_roles": True}}
 Start = Callable[..., Pod]
 
 
@@ -38,10 +39,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """`start(component, suffix)` gives a started pod, of the address that its name had before."""
+    """`start(component, suffix)` gives a started pod, of the address that its name had before; `of` are the values of
+    its release, whose secrets stay in an upgrade."""
     documents = render(VALUES)
-    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
+    (cluster,), (upgraded,) = (
+        [one for one in render(values) if one["kind"] == "RayCluster"] for values in (VALUES, EITHER)
+    )
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
     names = {
         f"{NAME}-tandem-valkey": f"{net}.2",
@@ -54,12 +58,12 @@ def start(folder: Path) -> Iterator[Start]:
     with ExitStack() as stack:
         count = 0
 
-        def begin(component: str, suffix: str = "0", container: str | None = None) -> Pod:
+        def begin(component: str, suffix: str = "0", container: str | None = None, of: Document = VALUES) -> Pod:
             nonlocal count
             count += 1
             ip = fixed.setdefault(f"{component}-{suffix}", fixed.get(component, f"{net}.{count + 10}"))
             name = f"{component}-{suffix}-{count}"
-            rayed = kuberay.templates(cluster, gcs, free_port())
+            rayed = kuberay.templates(cluster if of is VALUES else upgraded, gcs, free_port())
             template = rayed.get(component) or templates[component]
             pod = Pod(documents, template, name, ip, names, folder, container)
             stack.callback(end, pod)
@@ -144,7 +148,10 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     head and the driver are lost in the middle of a stream and come back: no token is lost, no worker starts again.
 
     Then a pod is deleted under load: its worker drains, so that no request is computed again, its node ends by itself,
-    and another worker starts in the next pod. The control: a pod that is lost costs its requests a second attempt."""
+    and another worker starts in the next pod. The control: a pod that is lost costs its requests a second attempt.
+
+    At last an upgrade lets pods serve either pool: a worker in such a pod changes its pool with its process, and one in
+    an older pod does not."""
     start("valkey").wait_ready()
     head = start("head", container="head")
     head.wait_ready(SOON_S)
@@ -197,3 +204,12 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         driver.terminate()
         assert driver.process.popen.wait(SOON_S) == 0
         when(client, workers)  # the end of the driver ends nothing
+        driver = start("head", container="driver", of=EITHER)
+        driver.process.wait_for("ready")
+        either = start("worker", of=EITHER)
+        when(client, workers | {"decode-1": either.ip})
+        process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
+        client.scale(prefill=2, decode=1)
+        when(client, workers | {"prefill-1": either.ip})
+        assert {one.worker_id: one.pid for one in client.workers().workers}["prefill-1"] == process
+        assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected

@@ -10,6 +10,7 @@ import yaml
 from helm_python.errors import HelmError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from cluster.kuberay.driver import EITHER_POOL
 from cluster.kuberay.pool_objects import PREFIX
 from services import pod_launch
 from tandem.errors import PreconditionFailed
@@ -51,6 +52,8 @@ OF_A_RELEASE: dict[str, Values] = {
     "no-network-policy": {"networkPolicy": {"enabled": False}},
     "monitoring": {"prometheus": {"podMonitor": True, "rules": True, "dashboards": True}},
     "budgets": {"router": {"pdb": {"minAvailable": 1}}, "pools": {"decode": {"pdb": {"minAvailable": 2}}}},
+    "routers-scaled": {"router": {"autoscaling": {"kind": "hpa", "max": 20}}},
+    "valkey-pod": {"valkey": {**OF_A_POD["place"], **OF_A_POD["annotations"], **OF_A_POD["labels"], "affinity": {}}},
     "no-volume": {"valkey": {"storage": "", "maxmemory": "100mb"}},
     "own-registry": {"valkey": {"enabled": False}, "redis": {"secret": "r"}},
     "rdma": {"pools": {"prefill": {"rdma": {"count": 1}}, "decode": {"rdma": {"count": 2}}}, "ucx": {"UCX_TLS": "rc"}},
@@ -58,7 +61,11 @@ OF_A_RELEASE: dict[str, Values] = {
         "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}]
     },
 }
-KEDA = {"kind": "keda", "min": 2, "max": 9}
+CRON = {
+    "type": "cron",
+    "metadata": {"timezone": "UTC", "start": "0 8 * * *", "end": "0 9 * * *", "desiredReplicas": "4"},
+}
+KEDA = {"kind": "keda", "min": 2, "max": 9, "triggers": [CRON]}
 TANDEM = {"kind": "tandem", "min": 2, "max": 9}
 OF_A_RELEASE |= {
     "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
@@ -75,6 +82,7 @@ ONLY_KUBERNETES: dict[str, Values] = {
 ONLY_RAY: dict[str, Values] = {
     "one-scaled": {"pools": {"decode": {"autoscaling": TANDEM}}},
     "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
+    "either-pool": {"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": TANDEM}}},
 }
 
 
@@ -172,6 +180,37 @@ def test_addresses_of_the_other_family() -> None:
     documents = render({**example("laptop"), "ip_family": "IPv6"})
     assert {values_of(documents, component)["TANDEM_HOST"] for component in ("router", "prefill", "decode")} == {"::"}
     assert "0.0.0.0" not in json.dumps(documents)
+
+
+def test_routers_can_follow_their_cpu() -> None:
+    """Then an HPA owns their number, and Helm writes none. The control: without it the Deployment has its own."""
+    plain, scaled = (
+        render(merged(example("laptop"), {"router": {"autoscaling": {"kind": kind, "max": 20}}}))
+        for kind in ("none", "hpa")
+    )
+    assert named(plain, "Deployment", "-router")["spec"]["replicas"] == 1
+    assert not [one for one in plain if one["kind"] == "HorizontalPodAutoscaler"]
+    router = named(scaled, "Deployment", "-router")
+    assert "replicas" not in router["spec"]
+    hpa = named(scaled, "HorizontalPodAutoscaler", "-router")["spec"]
+    assert hpa["scaleTargetRef"]["name"] == router["metadata"]["name"]
+    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (2, 20)
+    assert (
+        "cpu" in router["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    )  # of which it is a share
+
+
+def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
+    """The pool's own signals stay; Valkey and the test's pod run where the site's nodes admit them."""
+    place = OF_A_POD["place"]
+    values = {"settings": {"model": "m"}, "prometheus": {"url": "http://p"}, "valkey": place, "router": place}
+    documents = render({**values, "pools": {"decode": {"autoscaling": KEDA}}})
+    triggers = named(documents, "ScaledObject", "-decode")["spec"]["triggers"]
+    assert [one["type"] for one in triggers] == ["prometheus", "prometheus", "cron"]
+    valkey = named(documents, "StatefulSet", "-valkey")["spec"]["template"]["spec"]
+    (test,) = [one["spec"] for one in documents if one["kind"] == "Pod"]
+    for spec in (valkey, test):
+        assert {name: spec[name] for name in place} == place
 
 
 def test_an_image_can_be_named_by_its_digest() -> None:
@@ -305,6 +344,36 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
     assert plain_size["spec"]["replicas"] == 1
 
 
+def test_one_group_of_pods_may_serve_both_pools() -> None:
+    """With ray.switch_roles: as many pods as both pools need, each for one worker of either; the driver knows it, and
+    policies, metrics and budgets reach these pods. The control: without it there is no such group."""
+    pools = {
+        "prefill": {"replicas": 2, "pdb": {"minAvailable": 1}},
+        "decode": {"replicas": 3, "pdb": {"minAvailable": 2}},
+    }
+    values: Values = {"settings": {"model": "m"}, "pools": pools, "prometheus": {"podMonitor": True}}
+    switching = merged(values, {"orchestrator": "ray", "ray": {"switch_roles": True}})
+    documents, cluster = render(switching), ray_cluster(switching)
+    found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
+    types = found["available_node_types"]
+    assert set(types) == {"headgroup", "worker"}
+    assert {types["worker"]["resources"].get(name) for name in ("prefill", "decode", "GPU")} == {1}
+    assert types["worker"]["max_workers"] == 4 + 4  # `autoscaling.max` of both
+    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 5
+    labels = groups(cluster)["worker"]["metadata"]["labels"].items()
+    (budget,) = [one for one in documents if one["kind"] == "PodDisruptionBudget" and one["spec"].get("minAvailable")]
+    assert budget["spec"]["minAvailable"] == 3
+    selectors = [one["spec"]["podSelector"] for one in documents if one["kind"] == "NetworkPolicy"]
+    for selector in (budget["spec"]["selector"], *[one for one in selectors if "worker" in json.dumps(one)]):
+        assert selector["matchLabels"].items() <= labels
+    (monitor,) = [one for one in documents if one["kind"] == "PodMonitor"]
+    assert "worker" in monitor["spec"]["selector"]["matchExpressions"][0]["values"]
+    for of, said in ((cluster, "1"), (ray_cluster(values), None)):
+        driver = of["spec"]["headGroupSpec"]["template"]["spec"]["containers"][1]["env"]
+        assert {one["name"]: one.get("value") for one in driver}.get(EITHER_POOL) == said
+        assert ("worker" in groups(of)) == (said == "1")
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
@@ -312,6 +381,9 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
         ({"orchestrator": "kubernetes", "pools": {"decode": {"autoscaling": {"kind": "tandem"}}}}, "orchestrator: ray"),
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
         ({"orchestrator": "slurm"}, "orchestrator"),
+        ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
+        ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
+        ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
     ],
 )
 def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:
