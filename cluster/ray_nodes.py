@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from time import time
+from typing import TypeVar
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -18,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.placement import Node, nodes_of
 from tandem.errors import Unavailable
 
+T = TypeVar("T")
 ANSWER_S = 5.0
 ENDS_SOON: int = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
 """The other reason, that a node is idle, Ray refuses while it is not."""
@@ -56,31 +59,36 @@ class Gcs:
 
     def draining(self) -> set[str]:
         """The ids of the nodes that drain."""
-        try:
-            return set(self._connected().get_draining_nodes(timeout=ANSWER_S))
-        except Exception as error:  # RpcError, which Ray does not export, and what a connection may raise
-            raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
+        return set(self._ask(lambda gcs: gcs.get_draining_nodes(timeout=ANSWER_S)))
 
     def drain(self, address: str, grace_s: float) -> bool:
         """Drains the nodes of this address, also those that drain already. False: none is alive there. The head's node
         is none of them: Ray ends with it."""
-        found = False
-        try:
-            client = self._connected()
-            deadline_ms = int((time() + grace_s) * 1000)
-            for node_id, node in client.get_all_node_info(timeout=ANSWER_S).items():
-                alive = node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
-                if alive and node.node_manager_address == address and not node.is_head_node:
-                    client.drain_node(node_id.hex(), ENDS_SOON, "its pod ends", deadline_ms)
-                    found = True
-        except Exception as error:  # as above
-            raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
-        return found
+        return self._ask(lambda gcs: _drain(gcs, address, int((time() + grace_s) * 1000)))
 
-    def _connected(self) -> GcsClient:
-        if self._client is None:
-            host, _, port = self._address.rpartition(":")
-            # Ray's own attempt would take 40 s to fail.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-            self._client = GcsClient(address=self._address)
-        return self._client
+    def _ask(self, call: Callable[[GcsClient], T]) -> T:
+        try:
+            if self._client is None:
+                self._client = GcsClient(address=_reached(self._address))
+            return call(self._client)
+        except Exception as error:  # RpcError, which Ray does not export, and what a connection may raise
+            self._client = None  # the head may come back elsewhere
+            raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
+
+
+def _drain(gcs: GcsClient, address: str, deadline_ms: int) -> bool:
+    found = False
+    for node_id, node in gcs.get_all_node_info(timeout=ANSWER_S).items():
+        alive = node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
+        if alive and node.node_manager_address == address and not node.is_head_node:
+            gcs.drain_node(node_id.hex(), ENDS_SOON, "its pod ends", deadline_ms)
+            found = True
+    return found
+
+
+def _reached(address: str) -> str:
+    """The address with a number in place of a name. Raises OSError at once, where Ray would try for 40 s."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
+        number = connection.getpeername()[0]
+    return f"[{number}]:{port}" if ":" in number else f"{number}:{port}"

@@ -192,12 +192,11 @@ def test_routers_can_follow_their_cpu() -> None:
     assert not [one for one in plain if one["kind"] == "HorizontalPodAutoscaler"]
     router = named(scaled, "Deployment", "-router")
     assert "replicas" not in router["spec"]
+    requested = router["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert "cpu" in requested  # of which the target is a share
     hpa = named(scaled, "HorizontalPodAutoscaler", "-router")["spec"]
     assert hpa["scaleTargetRef"]["name"] == router["metadata"]["name"]
     assert (hpa["minReplicas"], hpa["maxReplicas"]) == (2, 20)
-    assert (
-        "cpu" in router["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
-    )  # of which it is a share
 
 
 def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
