@@ -380,6 +380,7 @@ def test_one_group_of_pods_may_serve_both_pools() -> None:
         ({"orchestrator": "kubernetes", "pools": {"decode": {"autoscaling": {"kind": "tandem"}}}}, "orchestrator: ray"),
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
         ({"orchestrator": "slurm"}, "orchestrator"),
+        ({"orchestrator": "kubernetes", "ray": {"switch_roles": True}}, "orchestrator: ray"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
