@@ -296,8 +296,7 @@ def fits_together(documents: list[Document]) -> None:
     for document in documents:
         kind, spec = document["kind"], document.get("spec", {})
         if kind in ("Deployment", "StatefulSet"):
-            selected = found(spec["selector"]["matchLabels"])
-            assert len(selected) == 1 or (spec.get("paused") and not selected)  # a size of pods that serve either pool
+            assert len(found(spec["selector"]["matchLabels"])) == 1
         elif kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
             selector = spec.get("podSelector", spec["selector"] if kind == "Service" else spec.get("selector"))
             selected = found(selector.get("matchLabels", selector))

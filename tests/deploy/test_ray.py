@@ -206,7 +206,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers)  # the end of the driver ends nothing
         driver = start("head", container="driver", of=EITHER)
         driver.process.wait_for("ready")
-        either = start("worker", of=EITHER)
+        either = start("decode", "3", of=EITHER)
         when(client, workers | {"decode-1": either.ip})
         process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
         client.scale(prefill=2, decode=1)

@@ -343,34 +343,20 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
     assert plain_size["spec"]["replicas"] == 1
 
 
-def test_one_group_of_pods_may_serve_both_pools() -> None:
-    """With ray.switch_roles: as many pods as both pools need, each for one worker of either; the driver knows it, and
-    policies, metrics and budgets reach these pods. The control: without it there is no such group."""
-    pools = {
-        "prefill": {"replicas": 2, "pdb": {"minAvailable": 1}},
-        "decode": {"replicas": 3, "pdb": {"minAvailable": 2}},
-    }
-    values: Values = {"settings": {"model": "m"}, "pools": pools, "prometheus": {"podMonitor": True}}
-    switching = merged(values, {"orchestrator": "ray", "ray": {"switch_roles": True}})
-    documents, cluster = render(switching), ray_cluster(switching)
-    found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
-    types = found["available_node_types"]
-    assert set(types) == {"headgroup", "worker"}
-    assert {types["worker"]["resources"].get(name) for name in ("prefill", "decode", "GPU")} == {1}
-    assert types["worker"]["max_workers"] == 4 + 4  # `autoscaling.max` of both
-    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 5
-    labels = groups(cluster)["worker"]["metadata"]["labels"].items()
-    (budget,) = [one for one in documents if one["kind"] == "PodDisruptionBudget" and one["spec"].get("minAvailable")]
-    assert budget["spec"]["minAvailable"] == 3
-    selectors = [one["spec"]["podSelector"] for one in documents if one["kind"] == "NetworkPolicy"]
-    for selector in (budget["spec"]["selector"], *[one for one in selectors if "worker" in json.dumps(one)]):
-        assert selector["matchLabels"].items() <= labels
-    (monitor,) = [one for one in documents if one["kind"] == "PodMonitor"]
-    assert "worker" in monitor["spec"]["selector"]["matchExpressions"][0]["values"]
-    for of, said in ((cluster, "1"), (ray_cluster(values), None)):
-        driver = of["spec"]["headGroupSpec"]["template"]["spec"]["containers"][1]["env"]
-        assert {one["name"]: one.get("value") for one in driver}.get(EITHER_POOL) == said
-        assert ("worker" in groups(of)) == (said == "1")
+def test_pods_of_either_group_may_serve_either_pool() -> None:
+    """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay: KubeRay cannot remove
+    one. The control: without it a pod offers its own pool."""
+    values: Values = {"settings": {"model": "m"}}
+    for switches in (True, False):
+        cluster = ray_cluster(merged(values, {"ray": {"switch_roles": switches}}))
+        found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
+        types = found["available_node_types"]
+        assert set(types) == {"headgroup", "prefill", "decode"}
+        for pool, other in (("prefill", "decode"), ("decode", "prefill")):
+            offered = types[pool]["resources"]
+            assert (offered.get(pool), offered.get(other), offered.get("GPU")) == (1, 1 if switches else None, 1)
+        driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][1]["env"]
+        assert (EITHER_POOL in {one["name"] for one in driver}) == switches
 
 
 @pytest.mark.parametrize(
