@@ -1,4 +1,4 @@
-"""Ray: the only file that calls it. Ray owns processes here (start, place, notice death, end); requests never pass it.
+"""Ray of one `tandem up`. Ray owns processes here (start, place, notice death, end); requests never pass it.
 
 One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
 process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
@@ -44,10 +44,9 @@ from cluster.ray_actors import (
     SupervisorActor,
     _as_tandem_error,
     _our_actors,
-    _where,
     _worker_prefix,
-    on_node,
 )
+from cluster.ray_nodes import on_node, where
 from cluster.reconcile_plan import ROLES
 from cluster.supervisor import Event
 from tandem.errors import PreconditionFailed, SettingsError, Unavailable
@@ -154,7 +153,7 @@ class Runtime:
     def place(self, settings: Settings, clusters: Sequence[tuple[Settings, Mapping[str, int]]]) -> None:
         """Fixes where processes may run, before `supervise`. Raises SettingsError if the registry cannot be reached
         from all hosts, or if this machine has too few GPUs."""
-        home, nodes = _where()
+        home, nodes = where()
         if not self._address:
             check_gpus(clusters, nodes)
             self._placement = Placement(home)

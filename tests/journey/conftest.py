@@ -112,6 +112,8 @@ def loaded() -> LoadedModels:
 
 # For tests whose promise depends on what the transport does: over one that reads, and one in which both sides act.
 both_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl"])
+# The promises themselves also where a worker has NIXL and Gloo, and each pair uses one of them.
+all_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl", "auto"])
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.state.stream_watches": {"cluster.state.redis_store", "tandem.errors", "tandem.tasks"},
     "cluster.state.job_journal": {"cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"},
     "cluster.state.router_samples": {"cluster.state.redis_store"},
-    "cluster.state.pool_objects": {"cluster.state.registry", "tandem.errors"},
+    "cluster.kuberay.pool_objects": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.batch_scripts": set(),
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.redis_store", "tandem.errors"),
@@ -158,7 +158,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
-        *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
+        *(("local_cluster", "kuberay"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler", "ray_nodes")),
         *(
             ("reconcile_plan", "autoscale_policy", "model_clusters", "placement"),
             ("state",),
@@ -194,7 +194,7 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 
 # One file for each outside system.
 ONLY_IN = {
-    "ray": ["cluster/driver.py", "cluster/ray_actors.py", "cluster/ray_runtime.py"],
+    "ray": ["cluster/kuberay/driver.py", "cluster/ray_actors.py", "cluster/ray_nodes.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "triton": ["engine/gpu/", "loadtest/microbench/machine_code.py"],
