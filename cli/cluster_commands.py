@@ -171,6 +171,7 @@ def plan(
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
     tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -204,6 +205,7 @@ def plan(
                 sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
             ),
             concurrencies=(1, 8, 32, 128),
+            slots=max_num_seqs + 1,
         )
         if output is JSON:
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

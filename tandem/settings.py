@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
     on its processor. Workers on different processors produce the same bits if all are given one order that all support;
     it may be a slower one. `tile32` and `pairs` need AVX512_BF16, `chain16` AVX-512, `chain8` AVX2, and the operators
-    compiled for it (`python -m engine.kernels.build --level`; images have them all)."""
+    compiled for it (`python -m engine.kernels.build --level`; images have them all). Recurrent layers have none."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
     host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in

@@ -78,7 +78,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    facts, mixers = _learn(module, group, whole, say, adapters=bool(adapters or later_rank))
+    facts, mixers = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -114,14 +114,19 @@ def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
 
 
 def _learn(
-    module: PreTrainedModel, group: RankGroup | None, whole: Whole | None, say: Callable[[str], None], *, adapters: bool
+    module: PreTrainedModel,
+    group: RankGroup | None,
+    whole: Whole | None,
+    say: Callable[[str], None],
+    adapters: bool,
+    compiled: bool,
 ) -> attention_probe.Learnt:
     """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
     served beside recurrent layers."""
     if group is not None:
         say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
-    learnt = attention_probe.learn_facts(module)
+    learnt = attention_probe.learn_facts(module, compiled)
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     if learnt.mixers:
         say(str(learnt.mixers))
