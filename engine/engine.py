@@ -64,7 +64,7 @@ class Engine:
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.ranks = model, model.ranks
         self.config = config
         self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()

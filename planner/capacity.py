@@ -54,6 +54,8 @@ class Shape:
     quantised: dict[str, int]  # format -> bytes of these
     ready: bool = False  # quantised in the checkpoint
     coded: int | None = None  # bytes of the quantised products; None if its files do not tell
+    ranks: int = 1  # of one worker
+    rank_parameters: int = 0  # of each, where there are several
     attention_layers: int = 0  # those with KV
     states: States = NONE  # of recurrent layers
 
@@ -78,6 +80,9 @@ class Shape:
         return self.attention_layers * self.kv_heads * of_head
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
+        """Of one worker, all of its ranks together."""
+        if self.ranks > 1:
+            return self.ranks * self.rank_parameters * DTYPE_BYTES[dtype]
         if self.ready and self.coded is None:
             return self.stored_bytes
         if self.coded is not None:
@@ -202,6 +207,11 @@ def _element(dtype: str, kv_dtype: str) -> tuple[int, bool]:
 
 def format_name(dtype: str, weights: str) -> str:
     return dtype if weights == CHECKPOINT else f"{weights}, the rest {dtype}"
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the parameters in the files. Raises CheckpointRefused if they cannot be read."""
+    return _weights(folder)[0]
 
 
 def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:

@@ -43,7 +43,8 @@ def table(
         (
             "weights",
             f"{capacity.weights / GIB:.2f} GiB",
-            f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk",
+            f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk"
+            + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1)),
         ),
         ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.attention_layers} layers, {kept}"),
         ("state per sequence", f"{state / MIB:.2f} MiB", _of_state(state, per_token, capacity, link)),

@@ -369,9 +369,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(finished=finished, cut=cut)
 
 
-async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineThread:
+async def load_engine(
+    settings: Settings, say: Callable[[str], None], *, ranks: int = 1, generates: bool = True
+) -> EngineThread:
     """Loads and checks the model on the engine's thread, without blocking the event loop."""
-    loop = EngineThread(functools.partial(build_engine, settings, say, generates=generates))
+    loop = EngineThread(functools.partial(build_engine, settings, say, generates=generates, ranks=ranks))
     await loop.built()
     return loop
 

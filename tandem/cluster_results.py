@@ -310,7 +310,8 @@ def _unlike_orders(pools: Pools) -> list[str]:
     if len(orders) < 2:
         return []
     names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
-    cure = "plain PyTorch matches no other" if "torch" in orders else "the setting sum_order makes them agree"
+    one_order = "the setting sum_order, and equal sizes (--tp), make them agree"
+    cure = "plain PyTorch matches no other" if "torch" in orders else one_order
     return [
         f"workers sum in different orders ({names}): a stream that moves between them may continue with other, equally"
         f" valid tokens than it would have had; {cure}"

@@ -27,6 +27,7 @@ from engine.attention.implementation import switch
 from engine.attention.mla import expander
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
 from engine.loading import state_probe
+from engine.parallel.weight_cut import held_heads
 from engine.runner.mixers import Mixers
 from tandem.errors import CheckpointRefused
 
@@ -99,6 +100,7 @@ def _probe_attention(
             sinks=s_aux is not None,
             scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
             latent=expander(module) is not None,
+            held=held_heads(module),
         )
     )
     return _own_value(module, query, key, value), None

@@ -21,6 +21,8 @@ jobs, and some disconnect before the end; and about every `--every` seconds one 
     step-fails       one step of an engine raises an error, such as out of memory
     step-hangs       one step of an engine never returns
     transport-dies   the thread that owns a NIXL agent ends or hangs
+    rank             SIGKILL, or SIGSTOP for good, to a rank of a worker of several: only if asked for with --only, and
+                     with --set prefill_tp=2 --set decode_tp=2
     poison           a request that kills every worker that computes it, which must end as KILLS_WORKERS
 
 loadtest/scenarios/chaos/injector.py strikes inside workers. A fault that was not seen to strike does not count.
@@ -62,7 +64,7 @@ from loadtest.harness.processes import Process
 from loadtest.harness.stats import sparkline
 from loadtest.scenarios.chaos.answer_book import Answer, book, difference
 from loadtest.scenarios.chaos.book_clients import answered, client_loop
-from loadtest.scenarios.chaos.faults import FAULTS, Faults, environment
+from loadtest.scenarios.chaos.faults import FAULTS, OF_ALL, Faults, environment
 from loadtest.scenarios.chaos.tally import Tally
 from tandem.async_client import AsyncClient
 from tandem.errors import InternalError, TandemError
@@ -261,7 +263,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 def main(
     plan: Plan,
-    only: Annotated[str, typer.Option(metavar="FAULT,...", help="Faults to try.")] = ",".join(FAULTS),
+    only: Annotated[str, typer.Option(metavar="FAULT,...", help="Faults to try.")] = ",".join(OF_ALL),
     hybrid: Annotated[bool, typer.Option("--hybrid", help="A model with recurrent layers.")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Of the cluster.")] = None,
     quick: Quick = False,
