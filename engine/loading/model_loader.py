@@ -114,6 +114,7 @@ def _prepare(
         say(modules.prepare(model.module, cache))
     if attention:
         say(f"attention: {model.choose_attention()}")
+        say(f"products: {model.choose_products()}")
     say(f"self-check passed: {self_check.check(model)}")
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention import implementation, paged
 from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
-from engine.gpu import block_digest, kernel_choice
+from engine.gpu import block_digest, kernel_choice, layers
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
@@ -163,6 +163,10 @@ class ModelRunner:
         )
         return line
 
+    def choose_products(self) -> str:
+        """Takes Triton's products and norms where they prove themselves on the device; returns a line about it."""
+        return layers.prepare(self.module, self.device)
+
     def exact(self) -> AbstractContextManager[None]:
         return exact(self.device) if self.kernels != REFERENCE else nullcontext()
 
@@ -170,7 +174,7 @@ class ModelRunner:
         """Switches to the paged path; the state in which the model serves."""
         self._without_adapters()
         implementation.switch(self.module, paged.NAME)
-        modules.switch(self.module, self.kernels != REFERENCE)
+        modules.switch(self.module, True)
         weight_quantization.switch(self.module, on=True)
         if self.mixers is not None:
             self.mixers.switch(True)

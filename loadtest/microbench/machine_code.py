@@ -36,9 +36,12 @@ POINTERS = {
     **dict.fromkeys(("k_block", "v_block"), "i64"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
 }
+NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
+    *("x", "weight", "bias", "beside", "columns", "depth", "x_row", "w_col", "b_row", "o_row", "size"),
 )
 
 
@@ -85,6 +88,33 @@ def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool
         architecture,
         options,
     )
+
+
+def product(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16) -> Code:
+    """A layer's product in a step of few rows, or in a larger one."""
+    from engine.gpu import product_kernels, products
+
+    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype)
+    launch = tiling.launch
+    options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": False, "BESIDE": True}
+    fixed |= {"EXACT": dtype == torch.float32}
+    own = NAMES[dtype]
+    types = dict.fromkeys(("x", "weight", "bias", "beside", "out"), own)
+    name = f"product {n} x {k}{', float32' if dtype == torch.float32 else ''}, {'few rows' if few else 'many'}"
+    code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
+    return replace(code, products=dtype != torch.float32)
+
+
+def norm(architecture: int, size: int) -> Code:
+    """RMS norm of rows of `size` elements."""
+    from engine.gpu import product_kernels, products
+
+    types = dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32", "offset": "fp32"}
+    tile = max(1, products.NORM_ELEMENTS // size)
+    fixed, options = {"ROWS": tile, "SIZE": size, "ROUND_FIRST": True}, {"num_warps": 8 if size > 4096 else 4}
+    code = compiled(f"RMS norm of {size}", product_kernels.rms_norm, fixed, types, architecture, options)
+    return replace(code, products=False)
 
 
 def digest(architecture: int) -> Code:
@@ -164,5 +194,13 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                 if variants:
                     yield attention(architecture, dim, single=single, quantised=True)
                     yield attention(architecture, dim, single=single, window=4096)
+        for n, k in PRODUCTS if variants else PRODUCTS[:1]:
+            for few in (True, False):
+                yield product(architecture, n, k, few=few)
+        if variants:
+            for few in (True, False):
+                yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)
+            yield norm(architecture, 16384)
+        yield norm(architecture, 4096)
         yield digest(architecture)
         yield sampling(architecture)
