@@ -36,7 +36,7 @@ def prepare(model: nn.Module, device: torch.device) -> str:
 
 def adopt(model: nn.Module) -> str:
     """The same on any device."""
-    from engine.gpu import operators  # torch for CUDA brings Triton, the one for CPU does not
+    from engine.gpu import products  # torch for CUDA brings Triton, the one for CPU does not
 
     layers = [layer for layer in model.modules() if weight_of(layer) is not None]
     if problem := differs(layers):
@@ -46,7 +46,7 @@ def adopt(model: nn.Module) -> str:
         layer.__dict__[modules.REPLACEMENT] = Linear
     norms = 0
     for module in model.modules():
-        if (norm := modules.rms_norm_of(module, operators.rms_norm)) is not None:
+        if (norm := modules.rms_norm_of(module, products.rms_norm)) is not None:
             module.__dict__.update({modules.NORM: norm, modules.REPLACEMENT: RmsNorm})
             norms += 1
     return f"{NAME}, {len(layers)} products and {norms} norms"

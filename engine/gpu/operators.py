@@ -1,7 +1,7 @@
-"""`torch.ops.tandem_gpu.*`: the Triton kernels of products and rows as operators, so that a forward can be recorded.
+"""`torch.ops.tandem_gpu.*`: Triton kernels as operators, so that a forward can be recorded with them.
 
 Those that tandem:: has for CPU (engine/kernels) have its signatures. They run on any device: on CPU by Triton's
-interpreter, in tests.
+interpreter, in tests. A module registers its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from engine.gpu import products
-
 NAME = "tandem_gpu"
+ops: Any = torch.ops.tandem_gpu
 _library = torch.library.Library(NAME, "DEF")  # operators exist as long as it does
 
 
 def operator(signature: str) -> Callable[[Any], Any]:
-    """Registers a function under the name in `signature`; it is passed fake tensors, too."""
+    """Registers a function under the name in `signature`. It is passed fake tensors, too."""
     _library.define(signature)
 
     def register(function: Any) -> Any:
@@ -26,14 +25,3 @@ def operator(signature: str) -> Callable[[Any], Any]:
         return function
 
     return register
-
-
-@operator("linear(Tensor x, Tensor weight, Tensor? bias, int n, int k) -> Tensor")
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> torch.Tensor:
-    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
-    return products.linear(x, weight, bias)
-
-
-@operator("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor")
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
-    return products.rms_norm(x, weight, eps, offset, round_first)

@@ -7,18 +7,39 @@ import triton.language as tl
 
 
 @triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """`a @ b` in float32; operands of a's type unless EXACT. Codes of 8 bits and fewer are exact in all of them."""
+    if EXACT:  # noqa: SIM108 - decided when it is compiled
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b.to(a.dtype))
+    return c
+
+
+@triton.jit
+def e4m3(codes):
+    """Bytes as float32, on every architecture: the exponent of e4m3, 120 smaller, in that of float32. No NaN."""
+    bits = codes.to(tl.int32)
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
 def linear(
     x,
-    weight,
+    weight,  # elements; or codes, as engine/gpu/codes.py has them
+    scales,
+    zeros,
     bias,
     beside,
     out,
     rows,
     columns,
     depth,
+    group,
     x_row,  # strides from here on; the elements of a row of x lie side by side
     w_col,
     w_depth,
+    s_col,
     b_row,
     o_row,
     ROWS: tl.constexpr,
@@ -26,6 +47,9 @@ def linear(
     DEPTH: tl.constexpr,
     BAND: tl.constexpr,
     WHOLE: tl.constexpr,  # `depth` is a multiple of DEPTH
+    FORMAT: tl.constexpr,
+    GROUPED: tl.constexpr,  # a column has several scales
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -36,30 +60,49 @@ def linear(
     tall = tl.minimum(high - band * BAND, BAND)
     tile_row, tile_col = band * BAND + tile % (BAND * wide) % tall, tile % (BAND * wide) // tall
     first_row, first_col = tile_row.to(tl.int64) * ROWS, tile_col.to(tl.int64) * COLS
-    row, col, at = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, DEPTH)
-    there, used = row < rows - first_row, col < columns - first_col
-    x_at = x + first_row * x_row + row[:, None] * x_row + at[None, :]
-    w_at = weight + first_col * w_col + col[None, :] * w_col + at[:, None] * w_depth
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    there, used = (row < rows - first_row)[:, None], col < columns - first_col
+    x_at = x + first_row * x_row + row[:, None] * x_row
+    w_at = weight + first_col * w_col + col[None, :] * w_col
+    of_col = first_col * s_col + col * s_col
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):
-        left, right = there[:, None], used[None, :]
-        if not WHOLE:
-            left, right = left & (start + at < depth)[None, :], right & (start + at < depth)[:, None]
-        a = tl.load(x_at + start, mask=left, other=0.0)
-        b = tl.load(w_at + start * w_depth, mask=right, other=0.0)
-        if EXACT:  # noqa: SIM108 - decided when it is compiled
-            sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
+            half = tl.arange(0, DEPTH // 2)
+            low, high_half = start + half, start + DEPTH // 2 + half
+            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
+            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
+            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
+            zero = 8
+            if ZEROS:
+                zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
+            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
         else:
-            sums = tl.dot(a, b, sums)
+            at = start + tl.arange(0, DEPTH)
+            left, right = there, used[None, :]
+            if not WHOLE:
+                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+            if FORMAT == 2:
+                b = e4m3(b)
+            if FORMAT == 0 and not EXACT:
+                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+            else:
+                found = product(a, b, EXACT)
+        if FORMAT != 0 or EXACT:
+            if GROUPED:
+                found *= tl.load(scales + of_col + start // group, mask=used, other=0.0)[None, :]
+            sums += found
+    if FORMAT != 0 and not GROUPED:
+        sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
     y = sums.to(out.dtype.element_ty)
-    here = there[:, None] & used[None, :]
+    here = there & used[None, :]
     if BESIDE:
-        found = tl.load(
-            beside + first_row * b_row + first_col + row[:, None] * b_row + col[None, :], mask=here, other=0.0
-        )
-        y = (y.to(tl.float32) + found.to(tl.float32)).to(y.dtype)
+        beside_at = beside + first_row * b_row + first_col + row[:, None] * b_row + col[None, :]
+        y = (y.to(tl.float32) + tl.load(beside_at, mask=here, other=0.0).to(tl.float32)).to(y.dtype)
     tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.gpu import product_kernels as kernels
+from engine.gpu.operators import operator
 
 FEW = 64  # rows of a step up to which it has narrow tiles
 WIDE = 8192  # columns of a weight from which narrow tiles are twice as wide and still make enough programs
@@ -36,12 +37,13 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(rows: int, n: int, dtype: torch.dtype) -> Tiling:
+    def of(rows: int, n: int, dtype: torch.dtype, depth: int | None = None) -> Tiling:
+        """`depth`: that of a weight of codes."""
         if dtype == torch.float32:
-            return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, 32, 4, 3)
+            return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, depth or 32, 4, 3)
         if rows <= FEW:
-            return Tiling(64, 64 if n > WIDE else 32, 64, 4, 5)
-        return Tiling(128, 128, 64, 8, 4)
+            return Tiling(64, 64 if n > WIDE else 32, depth or 64, 4, 5)
+        return Tiling(128, 128, depth or 64, 8, 4)
 
     @property
     def launch(self) -> dict[str, int]:
@@ -50,27 +52,81 @@ class Tiling:
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """What a weight of codes has beside them: engine/gpu/codes.py."""
+
+    scales: torch.Tensor  # float32 [n, groups]
+    zeros: torch.Tensor | None  # uint8 [n, groups]
+    group: int
+    format: int  # of FORMATS
+    depth: int  # of a tile
+
+
+FORMATS = {"int8": 1, "fp8": 2, "int4": 3}  # of the kernel; 0 is a weight as it is
+
+
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, beside: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    beside: torch.Tensor | None = None,
+    scaled: Scaled | None = None,
 ) -> torch.Tensor:
-    """`x [..., k]` times `weight [n, k]` of any strides: `[..., n]`, plus `beside [..., n]` after rounding."""
-    n, k = weight.shape
+    """`x [..., k]` times `weight [n, k]` of any strides, or times codes in rows that are `scaled`: `[..., n]`, plus
+    `beside [..., n]` after rounding."""
+    n, k = weight.shape[0], x.shape[-1]
     flat = _rows(x, k)
     out = x.new_empty(*x.shape[:-1], n)
     rows = flat.shape[0]
     if rows == 0:
         return out
-    tiling = Tiling.of(rows, n, x.dtype)
+    tiling = Tiling.of(rows, n, x.dtype, scaled.depth if scaled else None)
     added = _rows(beside, n) if beside is not None else flat
-    given = bias if bias is not None else flat  # the kernel does not read the rows there
+    given = [each if each is not None else flat for each in (bias, added)]  # what is not there is not read
+    scales, zeros, group, groups = flat, flat, 1, 1
+    if scaled is not None:
+        scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[1]
+        zeros = scaled.zeros if scaled.zeros is not None else flat
     kernels.linear[(up(rows, tiling.rows) * up(n, tiling.columns),)](
-        flat, weight, given, added, out, rows, n, k, flat.stride(0), *weight.stride(), added.stride(0), n,
-        **tiling.launch, WHOLE=k % tiling.depth == 0, BIAS=bias is not None, BESIDE=beside is not None,
-        EXACT=_exact(x.dtype),
+        flat, weight, scales, zeros, *given, out, rows, n, k, group, flat.stride(0), *weight.stride(), groups,
+        added.stride(0), n, **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
+        GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
+        BESIDE=beside is not None, EXACT=_exact(x.dtype),
     )  # fmt: skip
     return out
 
 
+@operator("linear(Tensor x, Tensor weight, Tensor? bias, int n, int k) -> Tensor")
+def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> torch.Tensor:
+    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
+    return linear(x, weight, bias)
+
+
+@operator(
+    "linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
+    " int depth, str format) -> Tensor"
+)
+def over_codes(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+) -> torch.Tensor:
+    """The last ones say what codes are: engine/gpu/codes.py."""
+    assert len(codes) == n, f"codes of {len(codes)} outputs for {n}"
+    assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
+    kept = codes.view(torch.int8) if format == "int8" else codes
+    return linear(x, kept, bias, scaled=Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
     """`x [..., n]` over its root mean square, times `weight [n]` + offset; `round_first` rounds before the product."""
     n = weight.numel()

@@ -5,9 +5,11 @@ load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
+from engine.kernels.weight_quantization import Packer
 from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
@@ -63,11 +66,13 @@ def load_model(
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
-    module, packed = _load_module(folder, files, config, dtype, device)
+    packer = _packer(device, served_by) if kernels == "auto" else None
+    module, packed = _load_module(folder, files, config, dtype)
     say(f"{config.model_type} loaded from {folder}")
     if method is not None:
-        say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
+        say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
+    module.to(device)  # codes are there already, and the weights that they stand for never are
     facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank))
     served = RunnerConfig(
         max_model_len=max_len,
@@ -81,7 +86,8 @@ def load_model(
     )
     model = ModelRunner(module, facts, served)
     model.weights, model.mixers = method or CHECKPOINT, mixers
-    _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
+    cuda = device.type == "cuda" and kernels == "auto"
+    _prepare(model, weights, cache, say, packer, cuda=cuda)
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     say(f"step: {traced_forward.install(model)}")
@@ -104,15 +110,21 @@ def _learn(module: PreTrainedModel, say: Callable[[str], None], *, adapters: boo
 
 
 def _prepare(
-    model: ModelRunner, weights: str, cache: WeightCache | None, say: Callable[[str], None], *, attention: bool
+    model: ModelRunner,
+    weights: str,
+    cache: WeightCache | None,
+    say: Callable[[str], None],
+    packer: Packer | None,
+    *,
+    cuda: bool,
 ) -> None:
-    """Weights in their format, operators and `attention` for a GPU, and the proof that all of it serves exactly."""
+    """Weights in their format, operators, those of a GPU with `cuda`, and the proof that all of it serves exactly."""
     say(f"operators: {described(model.kernels, model.sum_order)}")
     if weights != CHECKPOINT:
-        say(quantise(model, weights))
+        say(quantise(model, weights, packer))
     if model.kernels != REFERENCE:
         say(modules.prepare(model.module, cache))
-    if attention:
+    if cuda:
         say(f"attention: {model.choose_attention()}")
         say(f"products: {model.choose_products()}")
     say(f"self-check passed: {self_check.check(model)}")
@@ -129,22 +141,37 @@ def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tu
     return config, max_len, method
 
 
-def quantise(model: ModelRunner, format: str) -> str:
+def _packer(device: torch.device, served_by: str) -> Packer | None:
+    """Makes codes that products are multiplied with on this device; None where nothing does."""
+    if served_by != REFERENCE:
+        return weight_quantization.PANELS
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
+
+    return Packer(partial(codes.packed, device=device), zeros=True)
+
+
+def quantise(model: ModelRunner, format: str, packer: Packer | None) -> str:
     """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory.
 
     The fingerprint changes with it, because other weights give other KV.
     """
     if format == "bf16" and model.dtype == torch.bfloat16:
         return "weights: bf16, as they are"
-    if model.kernels == REFERENCE:
+    if packer is None:
         raise SettingsError(
             f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
-            " (`python -m engine.kernels.build`)",
+            " (`python -m engine.kernels.build`), or Triton on CUDA",
             field="weights",
             bound=CHECKPOINT,
         )
+    if format == "bf16" and model.device.type == "cuda":
+        raise SettingsError(
+            "weights = bf16 is not served on CUDA; set dtype", field="weights", bound="dtype = bfloat16"
+        )
     before = model.weight_bytes
-    count = weight_quantization.apply(model.module, format)
+    count = weight_quantization.apply(model.module, format, packer)
     model.weights, model.fingerprint = format, f"{model.fingerprint}-{format}"
     return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
 
@@ -160,7 +187,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _load_module(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Weights | None]:
     packed = quantized_checkpoint.read(files, config)
     if config.is_encoder_decoder:
@@ -191,7 +218,7 @@ def _load_module(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
     quantized_checkpoint.check_keys(sorted(map(str, report.get("unexpected_keys") or ())), packed)
-    return module.to(device).eval(), packed
+    return module.eval(), packed
 
 
 @contextmanager

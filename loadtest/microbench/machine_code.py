@@ -90,18 +90,24 @@ def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool
     )
 
 
-def product(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16) -> Code:
-    """A layer's product in a step of few rows, or in a larger one."""
+def product(
+    architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16, format: str = ""
+) -> Code:
+    """A layer's product in a step of few rows, or in a larger one; `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
-    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype)
+    depth = 32 if format == "int4" else None
+    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": False, "BESIDE": True}
-    fixed |= {"EXACT": dtype == torch.float32}
+    fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
+    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4"}
     own = NAMES[dtype]
-    types = dict.fromkeys(("x", "weight", "bias", "beside", "out"), own)
-    name = f"product {n} x {k}{', float32' if dtype == torch.float32 else ''}, {'few rows' if few else 'many'}"
+    types = dict.fromkeys(("x", "weight", "bias", "beside", "out"), own) | {"scales": "*fp32", "zeros": "*u8"}
+    types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
+    what = f", {format or 'float32'}" if format or dtype == torch.float32 else ""
+    name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
     code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
 
@@ -200,6 +206,8 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
         if variants:
             for few in (True, False):
                 yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)
+                for format in ("int8", "fp8", "int4"):
+                    yield product(architecture, 4096, 4096, few=few, format=format)
             yield norm(architecture, 16384)
         yield norm(architecture, 4096)
         yield digest(architecture)

@@ -28,7 +28,7 @@ from engine.attention import mla
 from engine.attention.forward_context import Batch, Step
 from engine.core.sequence import Sequence
 from engine.decoding import sampler
-from engine.gpu import layers, operators, paged_attention, product_kernels, sampling, sampling_kernel
+from engine.gpu import layers, paged_attention, product_kernels, sampling, sampling_kernel
 from engine.gpu.paged_attention import TritonAttention
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
@@ -109,7 +109,6 @@ def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
         RunnerConfig(max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE),
     )
     runner.cuda_kernel = TritonAttention(LONGEST)
-    assert operators.NAME == "tandem_gpu"
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
         if layers.weight_of(each) is not None:
             each.__dict__[modules.REPLACEMENT] = layers.Linear
