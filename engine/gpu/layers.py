@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,9 +97,12 @@ def _differs(layer: nn.Module, dtype: torch.dtype, k: int) -> str | None:
     return None
 
 
-def multiply(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weight = modules.oriented(layer)
-    out: torch.Tensor = torch.ops.tandem_gpu.linear.default(x, weight, layer.bias, *weight.shape)
+def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """With the layer's own tensor and numbers, which a recording takes for constants."""
+    transposed = isinstance(layer, Conv1D)
+    weight = layer.weight.T if transposed else layer.weight
+    n, k = (layer.nf, layer.nx) if transposed else (layer.out_features, layer.in_features)
+    out: torch.Tensor = torch.ops.tandem_gpu.linear.default(x, weight, layer.bias, n, k)
     return out
 
 
@@ -109,7 +113,7 @@ class Linear(Compiled):
         if x.dtype != self.weight.dtype:  # type: ignore[attr-defined]  # the module's own
             out: torch.Tensor = super().forward(x)  # type: ignore[misc]
             return out
-        return multiply(self, x)  # type: ignore[arg-type]
+        return multiply(self, x)
 
 
 class RmsNorm(Compiled):

@@ -24,6 +24,12 @@ def e4m3(codes):
 
 
 @triton.jit
+def store_part(out, y, row, column, begin, end, here):
+    """The columns of y from `begin` to `end`, into `out [rows, end - begin]`."""
+    tl.store(out + row * (end - begin) + column - begin, y, mask=here & (column >= begin) & (column < end))
+
+
+@triton.jit
 def linear(
     x,
     weight,  # elements; or codes, as engine/gpu/codes.py has them
@@ -32,8 +38,12 @@ def linear(
     bias,
     beside,
     out,
+    second,  # the outputs of the second and the third of several weights that lie one after the other
+    third,
     rows,
     columns,
+    ends,  # of the columns of `out`
+    ends_second,
     depth,
     group,
     x_row,  # strides from here on; the elements of a row of x lie side by side
@@ -52,6 +62,7 @@ def linear(
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
+    SEVERAL: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -103,7 +114,13 @@ def linear(
     if BESIDE:
         beside_at = beside + first_row * b_row + first_col + row[:, None] * b_row + col[None, :]
         y = (y.to(tl.float32) + tl.load(beside_at, mask=here, other=0.0).to(tl.float32)).to(y.dtype)
-    tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
+    if SEVERAL:
+        token, column = (first_row + row)[:, None], (first_col + col)[None, :]
+        store_part(out, y, token, column, 0, ends, here)
+        store_part(second, y, token, column, ends, ends_second, here)
+        store_part(third, y, token, column, ends_second, columns, here)
+    else:
+        tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
 
 
 @triton.jit
@@ -132,6 +149,62 @@ def rms_norm(
         y = y.to(found.dtype).to(tl.float32)
     factor = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32) + offset
     tl.store(out + own * size + at[None, :], (y * factor[None, :]).to(found.dtype), mask=here)
+
+
+@triton.jit
+def rotate(
+    x,
+    cos,
+    sin,
+    out,
+    heads,
+    half,
+    x_token,  # strides from here on
+    x_head,
+    c_token,
+    s_token,
+    o_token,
+    o_head,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """x * cos + (-second half, first half) * sin of each head of a token, rounded after each operation."""
+    token, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
+    here, used = (head < heads)[:, None] & (at < half)[None, :], at < half
+    x_at = x + token * x_token + head[:, None] * x_head + at[None, :]
+    low, high = tl.load(x_at, mask=here, other=0.0), tl.load(x_at + half, mask=here, other=0.0)
+    c_at, s_at = cos + token * c_token + at, sin + token * s_token + at
+    c_low, s_low = tl.load(c_at, mask=used, other=0.0)[None, :], tl.load(s_at, mask=used, other=0.0)[None, :]
+    c_high = tl.load(c_at + half, mask=used, other=0.0)[None, :]
+    s_high = tl.load(s_at + half, mask=used, other=0.0)[None, :]
+    o_at = out + token * o_token + head[:, None] * o_head + at[None, :]
+    tl.store(o_at, rounded_sum(low, c_low, -high, s_low), mask=here)
+    tl.store(o_at + half, rounded_sum(high, c_high, low, s_high), mask=here)
+
+
+@triton.jit
+def rounded_sum(a, b, c, d):
+    """a * b + c * d in their type, each operation rounded."""
+    first = (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+    second = (c.to(tl.float32) * d.to(tl.float32)).to(a.dtype)
+    return (first.to(tl.float32) + second.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def gated(gate, up, out, size, ACT: tl.constexpr, TILE: tl.constexpr):
+    """act(gate) * up, rounded after each. ACT: 0 silu, 1 gelu, 2 gelu by tanh."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    g = tl.load(gate + at, mask=at < size, other=0.0)
+    u = tl.load(up + at, mask=at < size, other=0.0).to(tl.float32)
+    x = g.to(tl.float32)
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(a)) is 1 / (1 + exp(-2 a))
+    tl.store(out + at, (y.to(g.dtype).to(tl.float32) * u).to(g.dtype), mask=at < size)
 
 
 INTERPRETED = not isinstance(linear, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

@@ -13,6 +13,7 @@ cuBLAS chooses another order of sums for another number of rows, and torch's mea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class Tiling:
             return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, depth or 32, 4, 3)
         if rows <= FEW:
             return Tiling(64, 64 if n > WIDE else 32, depth or 64, 4, 5)
-        return Tiling(128, 128, depth or 64, 8, 4)
+        return Tiling(128, 64 if depth else 128, depth or 64, 8, 4)  # a group's sum takes registers, too
 
     @property
     def launch(self) -> dict[str, int]:
@@ -72,12 +73,14 @@ def linear(
     bias: torch.Tensor | None,
     beside: torch.Tensor | None = None,
     scaled: Scaled | None = None,
+    widths: Sequence[int] = (),
 ) -> torch.Tensor:
     """`x [..., k]` times `weight [n, k]` of any strides, or times codes in rows that are `scaled`: `[..., n]`, plus
-    `beside [..., n]` after rounding."""
+    `beside [..., n]` after rounding. With two or three `widths`, whose sum is n, the outputs of so many columns of the
+    weight lie one after the other in the result `[rows * n]`."""
     n, k = weight.shape[0], x.shape[-1]
     flat = _rows(x, k)
-    out = x.new_empty(*x.shape[:-1], n)
+    out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
     rows = flat.shape[0]
     if rows == 0:
         return out
@@ -88,11 +91,14 @@ def linear(
     if scaled is not None:
         scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[1]
         zeros = scaled.zeros if scaled.zeros is not None else flat
-    kernels.linear[(up(rows, tiling.rows) * up(n, tiling.columns),)](
-        flat, weight, scales, zeros, *given, out, rows, n, k, group, flat.stride(0), *weight.stride(), groups,
-        added.stride(0), n, **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
+    first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
+    outs = (out, out[rows * first :], out[rows * second :]) if widths else (out, out, out)
+    kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
+        flat, weight, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
+        *weight.stride(), groups, added.stride(0), n,
+        **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
         GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
-        BESIDE=beside is not None, EXACT=_exact(x.dtype),
+        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype),
     )  # fmt: skip
     return out
 
@@ -101,6 +107,41 @@ def linear(
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> torch.Tensor:
     assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
     return linear(x, weight, bias)
+
+
+@operator("linear_add(Tensor x, Tensor weight, Tensor? bias, int n, int k, Tensor beside) -> Tensor")
+def with_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int, beside: torch.Tensor
+) -> torch.Tensor:
+    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
+    return linear(x, weight, bias, beside)
+
+
+@operator("linears(Tensor x, Tensor[] weights, Tensor?[] biases, int[] n, int k) -> Tensor[]")
+def siblings(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], n: list[int], k: int
+) -> list[torch.Tensor]:
+    """Two or three weights that lie one after the other, as `engine.runner.traced_forward` places them, are one
+    product."""
+    weight, bias = joined(weights), joined(biases)
+    if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
+        return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
+    flat = linear(x, weight, bias, widths=n)
+    sizes = [flat.numel() // sum(n) * width for width in n]
+    return [part.view(*x.shape[:-1], width) for part, width in zip(flat.split(sizes), n, strict=True)]
+
+
+def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Tensors that lie one after the other in memory, as one; None if they do not, or are none."""
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts) or not all(part.is_contiguous() for part in there):
+        return None
+    first, end = there[0], there[0].storage_offset()
+    for part in there:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.as_strided((sum(map(len, there)), *first.shape[1:]), first.stride())
 
 
 @operator(
@@ -118,12 +159,33 @@ def over_codes(
     group: int,
     depth: int,
     format: str,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last ones say what codes are: engine/gpu/codes.py."""
+    """The numbers say what codes are: engine/gpu/codes.py."""
     assert len(codes) == n, f"codes of {len(codes)} outputs for {n}"
     assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
     kept = codes.view(torch.int8) if format == "int8" else codes
-    return linear(x, kept, bias, scaled=Scaled(scales, zeros, group, FORMATS[format], depth))
+    return linear(x, kept, bias, beside, Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+@operator(
+    "linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
+    " int depth, str format, Tensor beside) -> Tensor"
+)
+def over_codes_with_sum(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+    beside: torch.Tensor,
+) -> torch.Tensor:
+    return over_codes(x, codes, scales, zeros, bias, n, k, group, depth, format, beside)
 
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor")
@@ -135,14 +197,48 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, r
     rows, size = flat.shape[0], 1 << (n - 1).bit_length()
     if rows:
         tile = max(1, NORM_ELEMENTS // size)
-        kernels.rms_norm[(up(rows, tile),)](
+        kernels.rms_norm[(cdiv(rows, tile),)](
             flat, weight, out, rows, n, flat.stride(0), eps, offset,
             ROWS=tile, SIZE=size, ROUND_FIRST=round_first, num_warps=8 if size > 4096 else 4,
         )  # fmt: skip
     return out
 
 
-def up(number: int, unit: int) -> int:
+@operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of `x [1, heads, tokens, d]` by `cos` and `sin [1, 1, tokens, d]`; of others by torch."""
+    one, heads, tokens, d = x.shape
+    half = d // 2
+    if (
+        one != 1
+        or not (cos.shape == sin.shape == (1, 1, tokens, d))
+        or {x.stride(3), cos.stride(3), sin.stride(3)} != {1}
+    ):
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    out = x.new_empty(tokens, heads, d)
+    size = 1 << max(half - 1, 0).bit_length()
+    tile = min(max(1, NORM_ELEMENTS // size), 1 << (heads - 1).bit_length())
+    kernels.rotate[(tokens, cdiv(heads, tile))](
+        x, cos, sin, out, heads, half, x.stride(2), x.stride(1), cos.stride(2), sin.stride(2), *out.stride()[:2],
+        HEADS=tile, HALF=size, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+@operator("gated(Tensor gate, Tensor up, str act) -> Tensor")
+def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up, of equal shapes."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if size := gate.numel():
+        kernels.gated[(cdiv(size, NORM_ELEMENTS),)](gate, up, out, size, ACT=ACTS[act], TILE=NORM_ELEMENTS, num_warps=4)
+    return out
+
+
+def cdiv(number: int, unit: int) -> int:
     """How many units it takes."""
     return -(-number // unit)
 

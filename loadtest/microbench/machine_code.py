@@ -41,7 +41,23 @@ PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
-    *("x", "weight", "bias", "beside", "columns", "depth", "x_row", "w_col", "b_row", "o_row", "size"),
+    *(
+        "x",
+        "weight",
+        "bias",
+        "beside",
+        "columns",
+        "ends",
+        "ends_second",
+        "depth",
+        "group",
+        "x_row",
+        "s_col",
+        "w_col",
+        "b_row",
+        "o_row",
+        "size",
+    ),
 )
 
 
@@ -96,15 +112,16 @@ def product(
     """A layer's product in a step of few rows, or in a larger one; `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
-    depth = 32 if format == "int4" else None
+    depth = {"": None, "int4": 32}.get(format, 64)
     tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": False, "BESIDE": True}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
-    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4"}
+    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": not format}
     own = NAMES[dtype]
-    types = dict.fromkeys(("x", "weight", "bias", "beside", "out"), own) | {"scales": "*fp32", "zeros": "*u8"}
+    types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
+    types |= {"scales": "*fp32", "zeros": "*u8"}
     types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
     what = f", {format or 'float32'}" if format or dtype == torch.float32 else ""
     name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
@@ -121,6 +138,19 @@ def norm(architecture: int, size: int) -> Code:
     fixed, options = {"ROWS": tile, "SIZE": size, "ROUND_FIRST": True}, {"num_warps": 8 if size > 4096 else 4}
     code = compiled(f"RMS norm of {size}", product_kernels.rms_norm, fixed, types, architecture, options)
     return replace(code, products=False)
+
+
+def rows(architecture: int) -> Iterator[Code]:
+    """Rotary embedding of heads of 128, and gates."""
+    from engine.gpu import product_kernels, products
+
+    types, options = dict.fromkeys(("x", "cos", "sin", "out", "gate", "up"), "*bf16"), {"num_warps": 4}
+    for kernel, fixed in (
+        (product_kernels.rotate, {"HEADS": 16, "HALF": 64}),
+        (product_kernels.gated, {"ACT": 0, "TILE": products.NORM_ELEMENTS}),
+    ):
+        code = compiled(kernel.__name__, kernel, fixed, types, architecture, options)
+        yield replace(code, products=False)
 
 
 def digest(architecture: int) -> Code:
@@ -209,6 +239,7 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                 for format in ("int8", "fp8", "int4"):
                     yield product(architecture, 4096, 4096, few=few, format=format)
             yield norm(architecture, 16384)
+            yield from rows(architecture)
         yield norm(architecture, 4096)
         yield digest(architecture)
         yield sampling(architecture)

@@ -55,7 +55,7 @@ def test_a_weight_may_lie_in_any_way() -> None:
 @pytest.mark.parametrize("rows", [FEW, MANY])
 def test_sixteen_bits_are_rounded_once_for_each_operation(rows: int) -> None:
     """The sum with its bias, then with what is added. (float16: the interpreter does not round to bfloat16.)"""
-    x, weight, bias, beside = operands(40, 300, torch.float16, rows)
+    x, weight, bias, beside = operands(40, 200, torch.float16, rows)
     alone = linear(x, weight, bias)
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert ((alone.double() - exact).abs() <= exact.abs() * 2**-11 + 1e-4).all()
@@ -65,7 +65,7 @@ def test_sixteen_bits_are_rounded_once_for_each_operation(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
     """Alone, among few and among many, in any place: bit for bit, by narrow tiles and by others."""
-    x, weight, bias, beside = operands(40, 300, dtype)
+    x, weight, bias, beside = operands(40, 200, dtype)
     together = linear(x, weight, bias, beside)
     assert Tiling.of(1, 40, dtype) != Tiling.of(MANY, 40, dtype)
     for rows in (slice(5, 6), slice(1, 4), slice(0, products.FEW), slice(1, MANY)):
@@ -75,14 +75,14 @@ def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
 
 def test_control_with_sums_that_follow_from_the_step_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one order is for: the same row among few others is summed in another one. The trial at load sees it."""
-    x, weight, _, _ = operands(40, 300)
+    x, weight, _, _ = operands(40, 100, rows=4)
     together = linear(x, weight, None)
     model = nn.Sequential(module_of(weight))
     assert layers.adopt(model).startswith(layers.NAME)
     of = Tiling.of
     monkeypatch.setattr(Tiling, "of", lambda rows, *more: replace(of(rows, *more), depth=16 if rows < 5 else 32))
     assert not torch.equal(linear(x[:1], weight, None), together[:1])
-    why = "torch, because Triton's product with a weight of 40 x 300 in float32 gives a row other bits among 1"
+    why = "torch, because Triton's product with a weight of 40 x 100 in float32 gives a row other bits among 1"
     assert layers.adopt(model) == why
 
 
@@ -115,7 +115,7 @@ def test_a_product_that_is_wrong_does_not_serve(
 def test_a_norms_bits_follow_from_the_row(size: int) -> None:
     """And its numbers are those of its formula, with rows that lie apart in memory."""
     generator = torch.Generator().manual_seed(size)
-    x, weight = torch.randn(70, 3, size, generator=generator)[:, 1:], torch.randn(size, generator=generator)
+    x, weight = torch.randn(9, 3, size, generator=generator)[:, 1:], torch.randn(size, generator=generator)
     found = products.rms_norm(x, weight, 1e-6, 1.0, False)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + 1)
     assert (found - expected).abs().max() < 1e-5
