@@ -13,7 +13,7 @@ import torch
 
 NAME = "tandem_gpu"
 ops: Any = torch.ops.tandem_gpu
-_library = torch.library.Library(NAME, "DEF")  # operators exist as long as it does
+_library: Any = torch.library.Library(NAME, "DEF")  # type: ignore[no-untyped-call]  # operators exist as long as it does
 
 
 def operator(signature: str) -> Callable[[Any], Any]:

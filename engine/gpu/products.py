@@ -128,7 +128,7 @@ def siblings(
         return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
     flat = linear(x, weight, bias, widths=n)
     sizes = [flat.numel() // sum(n) * width for width in n]
-    return [part.view(*x.shape[:-1], width) for part, width in zip(flat.split(sizes), n, strict=True)]
+    return [part.view(*x.shape[:-1], width) for part, width in zip(torch.split(flat, sizes), n, strict=True)]
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -214,7 +214,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         or not (cos.shape == sin.shape == (1, 1, tokens, d))
         or {x.stride(3), cos.stride(3), sin.stride(3)} != {1}
     ):
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+        turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+        return turned
     out = x.new_empty(tokens, heads, d)
     size = 1 << max(half - 1, 0).bit_length()
     tile = min(max(1, NORM_ELEMENTS // size), 1 << (heads - 1).bit_length())

@@ -72,7 +72,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
-    module.to(device)  # codes are there already, and the weights that they stand for never are
+    torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
     facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank))
     served = RunnerConfig(
         max_model_len=max_len,
@@ -86,8 +86,7 @@ def load_model(
     )
     model = ModelRunner(module, facts, served)
     model.weights, model.mixers = method or CHECKPOINT, mixers
-    cuda = device.type == "cuda" and kernels == "auto"
-    _prepare(model, weights, cache, say, packer, cuda=cuda)
+    _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     say(f"step: {traced_forward.install(model)}")

@@ -154,8 +154,8 @@ def place_together(graph: Graph, module: torch.nn.Module) -> None:
             there = [part for part in parts if part is not None]
             if len(there) < len(parts) or len({(part.dtype, part.shape[1:]) for part in there}) > 1:
                 continue
-            together = torch.cat([part.data for part in there])
-            for part, new in zip(there, together.split([len(part) for part in there]), strict=True):
+            together = torch.split(torch.cat([part.data for part in there]), [len(part) for part in there])
+            for part, new in zip(there, together, strict=True):
                 part.data = new
 
 

@@ -28,7 +28,7 @@ from engine.attention import mla
 from engine.attention.forward_context import Batch, Step
 from engine.core.sequence import Sequence
 from engine.decoding import sampler
-from engine.gpu import layers, paged_attention, product_kernels, sampling, sampling_kernel
+from engine.gpu import layers, paged_attention, products, sampling, sampling_kernel
 from engine.gpu.paged_attention import TritonAttention
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
@@ -90,8 +90,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
     monkeypatch.setattr(paged_attention, "attend", launches["attend"])
     monkeypatch.setattr(paged_attention, "merge", launches["merge"])
     monkeypatch.setattr(sampling_kernel, "choose_tokens", launches["choose_tokens"])
-    monkeypatch.setattr(product_kernels, "linear", launches["linear"])
-    monkeypatch.setattr(product_kernels, "rms_norm", launches["rms_norm"])
+    monkeypatch.setattr(products.kernels, "linear", launches["linear"])
+    monkeypatch.setattr(products.kernels, "rms_norm", launches["rms_norm"])
     monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **more: tensor(*given, **more))
     monkeypatch.setattr(torch, "inference_mode", lambda *given: inference_mode(*given) if given else torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
