@@ -1,4 +1,8 @@
-"""The Triton kernels of engine/gpu/products.py, which has the order of their sums. Not yet run on a GPU."""
+"""The Triton kernels of engine/gpu/products.py, which has the order of their sums. Not yet run on a GPU.
+
+Triton compiles a kernel again for a number that is 1 or a multiple of 16 unless told not to: numbers that differ from
+step to step are not specialised, so that no request waits for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def store_part(out, y, row, column, begin, end, here):
     tl.store(out + row * (end - begin) + column - begin, y, mask=here & (column >= begin) & (column < end))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear(
     x,
     weight,  # elements; or codes, as engine/gpu/codes.py has them
@@ -123,7 +127,7 @@ def linear(
         tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm(
     x,
     weight,

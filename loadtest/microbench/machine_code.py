@@ -1,8 +1,8 @@
 """The machine code of the GPU kernels, without a GPU: registers, spills, shared memory and tensor-core instructions.
 
 Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
-Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, or does not use tensor
-cores.
+Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores,
+or would be compiled again while requests run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loadtest.harness.options import numbers
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
+CHANGING = ("rows", "table_row", "t_part")  # parameters that differ from step to step
 GROUP = 4  # query heads of a KV head
 SPLIT_KEYS = 4096
 
@@ -116,7 +117,7 @@ def product(
     tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
-    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": False, "BESIDE": True}
+    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": True}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
     fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": not format}
     own = NAMES[dtype]
@@ -181,6 +182,9 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    again = [one.name for one in kernel.params if one.name in CHANGING and not one.do_not_specialize]
+    if again:
+        raise SystemExit(f"{name} would be compiled again in a step of another size: {', '.join(again)} is specialised")
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     fixed = {(names.index(one),): value for one, value in constants.items()}
