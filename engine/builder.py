@@ -75,7 +75,7 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
     modules = [runner.module for runner in (model, draft) if runner]
-    products = speed_check.run(modules, model.dtype, _cache(settings))
+    products = speed_check.run(modules, model.dtype, _cache(settings)) if device.type == "cpu" else None
     say(f"products: {products or 'none that is timed'}")
     if products is not None and products.warning:
         log.warning("%s", products.warning)

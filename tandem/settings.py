@@ -139,7 +139,7 @@ class Settings(BaseSettings):
     bfloat16 is faster there, but without the compiled operators only float32 resumes a stream token for token."""
     weights: Literal["checkpoint", "bf16", "int8", "int4", "fp8"] = "checkpoint"
     """The format to which the weights of products are rounded at load; checkpoint: no rounding, they are as in the
-    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. On CPU only."""
+    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. Not yet run on a GPU."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The type in which K and V are stored and moved. auto: the model's dtype. int8 and fp8 take about half the bytes
     of bfloat16, scales included, and round; both pools must have the same."""
