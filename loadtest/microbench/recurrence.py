@@ -1,4 +1,4 @@
-"""What one recurrent layer costs: transformers' forward over its own cache, and the engine's over slots.
+"""What one recurrent layer costs: transformers' forward over its own cache, and the engine's over slots and operators.
 
 A gated delta rule of the size of Qwen3-Next-80B-A3B (2,048 wide, 16 key and 32 value heads of 128), random float32. The
 sides take turns, and so does what no implementation can leave out: the products of the layer's linear layers with as
@@ -8,6 +8,7 @@ repeats.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from engine.attention.forward_context import Batch
+from engine.kernels import REFERENCE, exact, modules, serving
 from engine.kv.kv_cache import layout_of
 from engine.kv.state_memory import StateMemory
 from engine.loading import state_probe
@@ -46,9 +47,15 @@ class Layer:
         auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
         self._config = AutoConfig.for_model(values.pop("model_type"), **values)
         model = auto.from_config(self._config, dtype=torch.float32, attn_implementation="eager").eval()
-        mixers = state_probe.learn(model)
+        compiled = serving(CPU) != REFERENCE
+        mixers = state_probe.learn(model, compiled)
         assert mixers is not None
         self._mixer: Mixer = mixers.each[0]
+        self._theirs = copy.deepcopy(self._mixer.module)
+        self.about = f"{mixers}"
+        if compiled:
+            modules.prepare(model)
+            modules.switch(model, True)
         self._facts, self._width = mixers.facts, int(self._config.hidden_size)
         self._linears = [each for each in self._mixer.module.modules() if isinstance(each, nn.Linear)]
         self.parameters = sum(each.numel() for each in self._mixer.module.parameters())
@@ -56,7 +63,7 @@ class Layer:
     def theirs(self, sequences: int, tokens: int) -> Callable[[], None]:
         """Each call takes the next tokens of the sequences."""
         cache = DynamicCache(config=self._config)
-        module, argument = self._mixer.module, self._mixer.argument
+        module, argument = self._theirs, self._mixer.argument
 
         def run() -> None:
             given = cache if tokens == 1 else DynamicCache(config=self._config)
@@ -75,7 +82,7 @@ class Layer:
         )
 
         def run() -> None:
-            with state_probe.serving(self._mixer, memory) as step:
+            with state_probe.serving(self._mixer, memory) as step, exact(CPU):
                 step.batch = batch
                 memory.begin()
                 self._mixer.module(torch.randn(1, sequences * tokens, self._width), attention_mask=None)
@@ -85,8 +92,9 @@ class Layer:
 
     def products(self, sequences: int, tokens: int) -> Callable[[], None]:
         def run() -> None:
-            for each in self._linears:
-                functional.linear(torch.randn(sequences * tokens, each.in_features), each.weight)
+            with exact(CPU):
+                for each in self._linears:
+                    each(torch.randn(sequences * tokens, each.in_features))
 
         return run
 
@@ -104,6 +112,7 @@ def main(threads: Threads = 1, repeats: Repeats = 5) -> None:
     print(
         f"one layer, {layer.parameters / 1e6:.1f} million parameters, torch {torch.__version__}, {threads} thread(s)\n"
     )
+    print(f"{layer.about}\n")
     print(f"| ms | transformers | engine | its products alone | engine / products |\n|{'---|' * 5}")
     with torch.inference_mode():
         for name, case in CASES.items():
