@@ -11,7 +11,8 @@ between them as they did. The rules do not depend on a model; other operators st
     the same of two linear layers of one x        tandem::linears_gated
 
 Linear layers of quantised weights have operators of their own: linears_codes, linear_codes_add, linears_codes_gated. On
-CUDA the operators are those of tandem_gpu:: (engine/gpu/products.py), where gates stay apart from their products.
+CUDA the operators are those of tandem_gpu:: (engine/gpu/products.py): gates stay apart from their products, and what is
+done to heads between products and attention, writes into pages included, is one operator, heads.
 Operators after the last attention are computed only for tokens whose logits are wanted.
 """
 
@@ -37,7 +38,7 @@ def fuse(graph: Graph, ops: str = CPU) -> None:
     passes._jit_pass_inline(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
-    of_products = (_siblings, _gates, _gated_siblings) if ops == CPU else (_siblings, _gates)
+    of_products = (_siblings, _gates, _gated_siblings) if ops == CPU else (_siblings, _gates, _heads)
     for rule in (_detours, _rotations, _sums, *of_products, _wanted_rows):
         rule(graph, ops)
         passes._jit_pass_dce(graph)
@@ -92,6 +93,75 @@ def _is_half(half: Value, x: Value) -> bool:
         return False
     size = _made_by(boxed.input(), "aten::size")
     return size is not None and size.inputsAt(0) == x and _is(size.inputsAt(1), 3)
+
+
+def _heads(graph: Graph, ops: str) -> None:
+    """Norms and rotations of q and k, and the writes of k and v into pages, before attention."""
+    for attend in graph.findAllNodes(f"{ops}::attend"):
+        writes = [write for at in (1, 2) if (write := _made_by(attend.inputsAt(at), "aten::index_put_")) is not None]
+        if len(writes) != 2 or any(len(write.output().uses()) != 1 for write in writes):
+            continue
+        places = [list(write.inputsAt(1).node().inputs()) for write in writes]
+        pages, new = ([write.inputsAt(at) for write in writes] for at in (0, 2))
+        of_q, of_k = _rotated(attend.inputsAt(0), ops), _rotated(new[0], ops)
+        v = _swapped(_of_tokens(new[1]), 1, 2)
+        if places[0] != places[1] or len(places[0]) != 2 or v is None or of_q is None or of_k is None:
+            continue
+        (q, *turns), (k, *same_turns) = of_q, of_k
+        weights, numbers = zip(*(_norm_of(x, ops) for x in (q, k)), strict=True)
+        if turns != same_turns or numbers[0] != numbers[1] or not _one_type(q, k, v, *pages, *turns):
+            continue
+        inputs = [x if weight is None else x.node().inputsAt(0) for x, weight in zip((q, k), weights, strict=True)]
+        constants = [_constant(graph, attend, value) for value in numbers[0]]
+        given = [_constant(graph, attend, None) if weight is None else weight for weight in weights]
+        heads = graph.create(f"{ops}::heads", [*inputs, v, *given, *constants, *turns, *pages, *places[0]], 1)
+        heads.insertBefore(attend)
+        heads.output().setType(attend.inputsAt(0).type())
+        attend.replaceInput(0, heads.output())
+        for at, write, own in zip((1, 2), writes, pages, strict=True):
+            attend.replaceInput(at, own)
+            write.destroy()
+
+
+def _of_tokens(value: Value) -> Value | None:
+    """x `[1, heads, tokens, d]` where `value` is x[0].transpose(0, 1)."""
+    cast = _made_by(value, "aten::to")
+    if cast is not None and value.type().dtype() == cast.inputsAt(0).type().dtype():
+        value = cast.inputsAt(0)
+    chosen = _made_by(_swapped(value, 0, 1), "aten::select")
+    if chosen is None or not (_is(chosen.inputsAt(1), 0) and _is(chosen.inputsAt(2), 0)):
+        return None
+    return chosen.inputsAt(0)
+
+
+def _swapped(value: Value | None, *dims: int) -> Value | None:
+    """x where `value` is x.transpose(*dims)."""
+    if value is None or (node := _made_by(value, "aten::transpose")) is None:
+        return None
+    right = all(_is(node.inputsAt(at), dim) for at, dim in zip((1, 2), dims, strict=True))
+    return node.inputsAt(0) if right else None
+
+
+def _rotated(value: Value, ops: str) -> tuple[Value, Value, Value] | None:
+    """x `[1, tokens, heads, d]`, cos and sin where `value` is x rotated, by token."""
+    rotation = _made_by(_of_tokens(value), f"{ops}::rotate")
+    x = _swapped(rotation.inputsAt(0), 1, 2) if rotation is not None else None
+    return (x, rotation.inputsAt(1), rotation.inputsAt(2)) if rotation is not None and x is not None else None
+
+
+def _norm_of(x: Value, ops: str) -> tuple[Value | None, tuple[float, float, bool]]:
+    """The weight and numbers of the RMS norm that made x; no weight if none did."""
+    norm = _made_by(x, f"{ops}::rms_norm")
+    if norm is None or len(x.uses()) != 1:
+        return None, (0.0, 0.0, False)
+    eps, offset, round_first = (norm.inputsAt(at).toIValue() for at in (2, 3, 4))
+    return norm.inputsAt(1), (eps, offset, round_first)
+
+
+def _constant(graph: Graph, before: Node, value: Any) -> Value:
+    made = graph.insertConstant(value)
+    made.node().moveBefore(before)
+    return made
 
 
 def _sums(graph: Graph, ops: str) -> None:
@@ -284,9 +354,9 @@ def _replace(graph: Graph, node: Node, kind: str, inputs: list[Value]) -> None:
     node.destroy()
 
 
-def _made_by(value: Value, kind: str) -> Node | None:
-    node = value.node()
-    return node if node.kind() == kind else None
+def _made_by(value: Value | None, kind: str) -> Node | None:
+    node = value.node() if value is not None else None
+    return node if node is not None and node.kind() == kind else None
 
 
 def _one_type(*values: Value) -> bool:

@@ -35,7 +35,7 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
         for module, names in (
-            (product_kernels, ("linear", "rms_norm", "rotate", "gated")),
+            (product_kernels, ("linear", "rms_norm", "rotate", "gated", "place_heads")),
             (paged_attention, ("attend", "merge")),
         ):
             for name in names:
@@ -96,18 +96,20 @@ def test_a_layer_is_few_kernels(family: str, tmp_path: Path, monkeypatch: pytest
     assert traced_forward.install(model) == "recorded"
     pages = with_context(model)
     recorded, model.recorded = model.recorded, None
-    counts, logits = [], []
+    counts, logits, kept = [], [], []
     for model.recorded in (recorded, None):
         with monkeypatch.context() as patch, Kernels(patch) as kernels:
             logits.append(model.forward(pages, SINGLE))
+        kept.append(torch.cat([view.flatten() for view in (*pages.k, *pages.v)]))
         places = [at for at, name in enumerate(kernels.seen) if name == "attend"]
         counts.append(places[1] - places[0])
         if model.recorded is not None:
             layer = kernels.seen[places[0] : places[1]]
     assert counts[0] <= MOST_KERNELS
     assert layer.count("linear") == 4, layer
-    assert counts == [{"llama": 13, "qwen3": 15}[family], {"llama": 27, "qwen3": 29}[family]], layer
+    assert counts == [10, {"llama": 27, "qwen3": 29}[family]], layer
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 1e-4
+    assert torch.allclose(*kept, atol=1e-5)
     model.recorded = recorded
     assert captured_steps.unfit(model, pages) is None
     before = pages.buffer.clone()
