@@ -67,6 +67,9 @@ def up(
     ] = None,
     transport: Annotated[str | None, typer.Option(help="What moves KV: nixl or nccl. [default: nixl]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
+    tp: Annotated[int | None, typer.Option(help="Processes that serve one copy of the model. [default: 1]")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="Likewise in the prefill pool. [default: --tp]")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="Likewise in the decode pool. [default: --tp]")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of one worker. [default: measured]")] = None,
     memory_utilization: Annotated[float | None, typer.Option(help="Share of free memory for KV.")] = None,
@@ -88,6 +91,7 @@ def up(
     overrides = dict(locals())
     del overrides["output"]
     overrides["adapters"] = _parse_adapters(overrides.pop("adapter"))
+    overrides |= {"prefill_tp": prefill_tp or tp, "decode_tp": decode_tp or tp, "tp": None}
     with reported():
         from tandem.settings import load
 
@@ -166,6 +170,8 @@ def plan(
     kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
+    tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -181,6 +187,12 @@ def plan(
         formats = (CHECKPOINT, *shape.quantised)
         if weights not in formats:
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
+        if tp > 1:
+            from planner.ranks import of_ranks
+
+            if (weights, kv_dtype) != (CHECKPOINT, "auto"):
+                raise SettingsError("several ranks do not serve quantised weights or KV", field="tp", bound="1")
+            shape = of_ranks(shape, model, tp)
         plan = capacity(
             shape,
             memory=int(memory * 2**30),
@@ -193,6 +205,7 @@ def plan(
                 sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
             ),
             concurrencies=(1, 8, 32, 128),
+            slots=max_num_seqs + 1,
         )
         if output is JSON:
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

@@ -50,6 +50,8 @@ class Placement:
     pools_only: bool = False
     """A worker waits for a node that offers its pool, also while there is none: such nodes come on demand, as with
     KubeRay, and others have nothing for a worker."""
+    either_pool: bool = False
+    """Every such node offers both pools once, for one worker, which may serve either: each worker needs both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ def nodes_of(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
 def needs(roles: Collection[str], settings: Settings, nodes: Sequence[Node], placement: Placement) -> Needs:
     """Of a worker that may serve in each of these roles, or of a router."""
     offered = {role for role in roles if any(node.offers.get(role) for node in nodes)}
-    if placement.pools_only:
-        offered |= POOLS & set(roles)
+    if placement.pools_only and (pools := POOLS & set(roles)):
+        offered |= POOLS if placement.either_pool else pools
     at_home = placement.only_home or ("router" in roles and not offered)
     gpus = settings.gpu_share if POOLS & set(roles) and takes_gpu(settings, nodes) else 0.0
     return Needs(dict.fromkeys(sorted(offered), 1), gpus, placement.home if at_home else "")

@@ -15,11 +15,11 @@ import ray
 import ray._private.node
 import ray._private.worker
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.autoscaler import Autoscaler
 from cluster.exit_with_parent import exit_with_parent
-from cluster.placement import POOLS, Needs, Node, Placement, both_pools, here, needs, nodes_of
+from cluster.placement import POOLS, Needs, Placement, both_pools, here, needs
+from cluster.ray_nodes import Gcs, assigned_gpus, nodes, on_node, where
 from cluster.reconcile_plan import role_of
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
@@ -79,7 +79,7 @@ class WorkerActor:
         self._settings = settings
         self._launcher = launcher
         self._placement = placement
-        self._gpus = _assigned_gpus()
+        self._gpus = assigned_gpus()
         if placement.folder and Path(placement.folder).is_dir():  # on this host, too
             os.chdir(placement.folder)
         self._preparing: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class WorkerActor:
             self._all_stages_sent = True
             self._new_stage.set()
         return Started(
-            service.address, os.getpid(), service.incarnation, service.can_switch_role and both_pools(*_where())
+            service.address, os.getpid(), service.incarnation, service.can_switch_role and both_pools(*where())
         )
 
     async def switch_role(self, worker_id: str, grace_s: float) -> Started:
@@ -120,6 +120,9 @@ class WorkerActor:
 
     async def serves_as(self) -> str:
         return self._worker_id
+
+    async def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
     async def _launch_after(self, before: asyncio.Task[Any], grace_s: float) -> Any:
         return await self._launch(await (await before).release(grace_s))
@@ -136,7 +139,7 @@ class WorkerActor:
         return await launch(role_of(self._worker_id), self._settings_here(), self._worker_id, report, engine)
 
     def _settings_here(self) -> Settings:
-        node_id, nodes = _where()
+        node_id, nodes = where()
         node = next(node for node in nodes if node.node_id == node_id)
         return here(role_of(self._worker_id), self._settings, node, nodes, self._placement, self._gpus)
 
@@ -229,6 +232,7 @@ class RayHost:
         self._placement = placement
         self._prefix = _worker_prefix(settings.cluster)
         self._spares: dict[RayWorkerProcess, asyncio.Task[None]] = {}
+        self._gcs: Gcs | None = None
 
     def create(self, worker_id: str) -> WorkerProcess:
         if role_of(worker_id) in POOLS:
@@ -256,7 +260,7 @@ class RayHost:
         spare.kill()
 
     def _create(self, worker_id: str, roles: Collection[str]) -> RayWorkerProcess:
-        wanted = needs(roles, self._settings, _nodes(), self._placement)
+        wanted = needs(roles, self._settings, nodes(), self._placement)
         # Unique per actor: a dead actor's name is free only after Ray has noticed the death.
         name = f"{self._prefix}{worker_id}/{secrets.token_hex(4)}"
         actor = ray.remote(WorkerActor).options(
@@ -272,6 +276,16 @@ class RayHost:
         )
         process = actor.remote(worker_id, self._settings, self._launcher, self._placement)
         return RayWorkerProcess(process, worker_id, wanted)
+
+    async def leaving(self) -> set[str]:
+        if not self._settings.ray_address:  # this host is the only node
+            return set()
+        if self._gcs is None:
+            self._gcs = Gcs(ray.get_runtime_context().gcs_address)
+        draining = await asyncio.to_thread(self._gcs.draining)
+        for spare in [spare for spare in self._spares if spare.node in draining]:
+            self._forget(spare)
+        return draining
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         processes: list[RayWorkerProcess] = []
@@ -302,6 +316,7 @@ class RayWorkerProcess:
         self._worker_id = worker_id
         self._wanted = wanted
         self.placed = False  # of a spare: its process runs, and has reported that it is one
+        self.node = ""
 
     async def prepare(self) -> None:
         """Raises an error of the tree when this is not a spare, or a dead one."""
@@ -309,6 +324,7 @@ class RayWorkerProcess:
             if not self.placed and (worker_id := await self._call(self._actor.serves_as.remote())) != SPARE:
                 raise InternalError(f"it serves as {worker_id}")
             self.placed = True
+            self.node = await self._call(self._actor.node.remote())
             await self._call(self._actor.prepare.remote())
         except TandemError as error:
             log.warning("a spare process cannot be used: %s", error)
@@ -351,7 +367,7 @@ class RayWorkerProcess:
         waiting = f"Ray has not started its process yet; it needs a host with {self._wanted} free"
         late = asyncio.get_running_loop().call_later(PLACED_SOON_S, report, waiting)
         try:
-            await self._call(self._actor.serves_as.remote())
+            self.node = await self._call(self._actor.node.remote())
             late.cancel()
             while lines := await self._call(self._actor.stages.remote(reported)):
                 for line in lines:
@@ -376,25 +392,3 @@ class RayWorkerProcess:
             return await answer
         except RayError as error:
             raise _as_tandem_error(error, self._worker_id) from error
-
-
-def on_node(node_id: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """`soft`: elsewhere, if that node is gone."""
-    return NodeAffinitySchedulingStrategy(node_id, soft=soft)
-
-
-def _nodes() -> list[Node]:
-    return nodes_of(ray.nodes())  # type: ignore[no-untyped-call]
-
-
-def _where() -> tuple[str, list[Node]]:
-    """The node of this process, and all of them."""
-    return ray.get_runtime_context().get_node_id(), _nodes()
-
-
-def _assigned_gpus() -> list[str]:
-    """The devices that Ray has assigned to this process, which then sees no other."""
-    gpus: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    if gpus:  # Ray has done so unless it was told not to
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return gpus

@@ -1,4 +1,4 @@
-"""Ray: the only file that calls it. Ray owns processes here (start, place, notice death, end); requests never pass it.
+"""Ray of one `tandem up`. Ray owns processes here (start, place, notice death, end); requests never pass it.
 
 One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
 process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
@@ -27,6 +27,7 @@ from typing import Any
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # no warning that Ray hides no device from other processes
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # no second opinion on which worker to kill
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15: behind every other process of the machine
 
 import psutil
 import ray
@@ -43,10 +44,9 @@ from cluster.ray_actors import (
     SupervisorActor,
     _as_tandem_error,
     _our_actors,
-    _where,
     _worker_prefix,
-    on_node,
 )
+from cluster.ray_nodes import on_node, where
 from cluster.reconcile_plan import ROLES
 from cluster.supervisor import Event
 from tandem.errors import PreconditionFailed, SettingsError, Unavailable
@@ -118,7 +118,8 @@ class Runtime:
         try:
             with _quiet_and_signals_kept():
                 if self._address:
-                    ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
+                    ours = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray runs there already, with its default
+                    ray.init(address=self._address, namespace=NAMESPACE, runtime_env=ours, **_quiet())
                 else:
                     self._start_local()
         except (RayError, ConnectionError, RuntimeError, TimeoutError) as error:
@@ -152,7 +153,7 @@ class Runtime:
     def place(self, settings: Settings, clusters: Sequence[tuple[Settings, Mapping[str, int]]]) -> None:
         """Fixes where processes may run, before `supervise`. Raises SettingsError if the registry cannot be reached
         from all hosts, or if this machine has too few GPUs."""
-        home, nodes = _where()
+        home, nodes = where()
         if not self._address:
             check_gpus(clusters, nodes)
             self._placement = Placement(home)

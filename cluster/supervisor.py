@@ -5,7 +5,8 @@ Host starts and ends processes.
                                       ▲                         or switch_role(id)  start → ready → wait → ended
                                       └──────── wake: a worker ended, wanted changed, a backoff is over
 
-Nothing is polled: a worker's death ends its pending wait(), and the registry announces changes of "wanted".
+Nothing is polled but the nodes that will end, which Ray announces to nobody: a worker's death ends its pending wait(),
+and the registry announces changes of "wanted".
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tandem.tasks import end, forever, once, within
 log = structlog.get_logger(__name__)
 WANTED_REFRESH_S = 5.0
 """How soon a missed change of "wanted" is noticed."""
+NODES_LOOKED_AT_S = 1.0
+"""How soon a node that will end is noticed."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped this long after its grace is killed."""
 START_PROGRESS_TIMEOUT_S = 900.0
@@ -55,6 +58,9 @@ class WorkerProcess(Protocol):
     """One worker process, which may serve as several workers in succession. Calls raise TandemErrors; WorkerLost once
     the process is dead."""
 
+    node: str
+    """Where it runs, one of those that Host.leaving() may name. Empty: not known yet."""
+
     async def start(self, report: Callable[[str], None]) -> Started:
         """Starts to serve; a repeated call returns the same. `report` receives the stages of the start."""
 
@@ -77,6 +83,9 @@ class Host(Protocol):
 
     def keep_spares(self, count: int) -> None:
         """Keeps `count` processes that can become a worker of either pool; they start in the background."""
+
+    async def leaving(self) -> set[str]:
+        """Nodes that will end soon; spares there have been ended. Raises Unavailable when nobody knows."""
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         """Workers that an earlier incarnation of this supervisor started."""
@@ -162,6 +171,7 @@ class Supervisor:
         finally:
             self._found_survivors.set()
         follow = forever(self._follow_wanted, name="wanted")
+        leave = forever(self._leave_nodes, name="leave nodes")
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -171,6 +181,7 @@ class Supervisor:
                     self._keeping.result()
         finally:
             await end(follow)
+            await end(leave)
 
     async def _take(self, lease: Lease) -> None:
         try:
@@ -240,6 +251,23 @@ class Supervisor:
             if {**self._wanted, **sizes} != self._wanted:
                 self._wanted |= sizes
                 self._wake.set()
+
+    async def _leave_nodes(self) -> None:
+        """Drains the workers of nodes that will end, such as those of a pod that Kubernetes has deleted. Their
+        replacements start at once, elsewhere."""
+        while True:
+            try:
+                leaving = await self._host.leaving()
+            except Unavailable as error:
+                log.warning("supervisor.nodes_unknown", error=error.message)
+                leaving = set()
+            for worker in self._workers.values():
+                if worker.process.node in leaving and worker.phase is not Phase.STOPPING:
+                    log.info("supervisor.node_ends", worker_id=worker.worker_id, node=worker.process.node)
+                    once(self._drain(worker, self._grace_s), name=f"drain {worker.worker_id}")
+            if leaving:
+                self._wake.set()
+            await asyncio.sleep(NODES_LOOKED_AT_S)
 
     # ---- one worker
 

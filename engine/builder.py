@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import psutil
 import torch
@@ -26,9 +26,11 @@ from engine.engine import Engine
 from engine.kernels import speed_check
 from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
-from engine.loading.model_loader import load_model
+from engine.loading.model_loader import load_model, read_config
+from engine.parallel.leader import Ranks
+from engine.parallel.tp_plan import check_plan, check_settings
 from engine.runner.model_runner import ModelRunner
-from tandem.errors import SettingsError, TooLarge
+from tandem.errors import CheckpointRefused, SettingsError, TooLarge
 from tandem.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -43,32 +45,29 @@ NO_DRAFTS = "a model with recurrent layers neither guesses nor verifies drafts, 
 KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
 
-def build_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> Engine:
-    """Load the model, measure, allocate. An engine that only prefills (`generates` false) has no use for drafts.
+def build_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True, ranks: int = 1) -> Engine:
+    """Load the model, measure, allocate. An engine that only prefills (`generates` false) has no use for drafts. With
+    `ranks`, this process becomes rank 0 of as many.
 
     Raises CheckpointRefused when the model would be served wrongly, SettingsError when the settings ask for what this
     machine does not have, TooLarge when the memory does not hold one sequence of the longest length.
     """
     device = _device(settings)
-    torch.set_num_threads(_threads(settings))
+    torch.set_num_threads(max(1, _threads(settings) // ranks))
     dtype = _dtype(settings, device)
     kernels.use(settings.sum_order, device, dtype)
-    model = load_model(
-        settings.model,
-        dtype=dtype,
-        device=device,
-        max_model_len=settings.max_model_len,
-        block_size=settings.block_size,
-        adapters=settings.adapters,
-        adapter_slots=settings.adapter_slots,
-        later_rank=_later_rank(settings),
-        weights=settings.weights,
-        kv_dtype=settings.kv_dtype,
-        cache=_cache(settings),
-        progress=say,
-    )
+    model = _load(settings, device, dtype, say) if ranks == 1 else _load_ranks(settings, device, dtype, ranks, say)
+    try:
+        return _engine_of(model, settings, say, generates=generates)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None], *, generates: bool) -> Engine:
+    device = model.device
+    _check_order(settings, model)
     draft = _draft_model(settings, model, say) if generates and settings.speculation != "off" else None
-    _return_memory()
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
     pace = _calibrate(model, settings)
     say(
@@ -104,6 +103,53 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     return engine
 
 
+def _load(settings: Settings, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> ModelRunner:
+    return load_model(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        adapters=settings.adapters,
+        adapter_slots=settings.adapter_slots,
+        later_rank=_later_rank(settings),
+        weights=settings.weights,
+        kv_dtype=settings.kv_dtype,
+        cache=_cache(settings),
+        progress=say,
+    )
+
+
+def _load_ranks(
+    settings: Settings, device: torch.device, dtype: torch.dtype, size: int, say: Callable[[str], None]
+) -> ModelRunner:
+    """Rank 0's part of a model, with the other ranks ready to follow. Raises what load_model raises, on any rank."""
+    check_settings(settings, size, device.type)  # before anything is started
+    folder = checkpoint.resolve(settings.model)
+    check_plan(read_config(folder), size)
+    options: dict[str, Any] = {
+        "path": str(folder),
+        "max_model_len": settings.max_model_len,
+        "block_size": settings.block_size,
+    }
+    name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
+    ranks = Ranks(size, {**options, "dtype": name, "threads": threads, "sum_order": settings.sum_order})
+    try:
+        try:
+            model = load_model(**options, dtype=dtype, device=device, group=ranks.group, progress=say)
+        except (RuntimeError, CheckpointRefused) as error:
+            if ranks.group.broken:  # another rank was first
+                raise ranks.why_not_loaded() from error
+            raise
+        ranks.wait_joined()
+    except BaseException:
+        ranks.close()
+        raise
+    model.ranks = ranks
+    say(f"{size} ranks have loaded their parts")
+    return model
+
+
 def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     """Times a prompt and steps of one stream and of several, each the second time: the first warms up."""
     length = min(model.max_model_len - 1, token_budget(settings, model.device), CALIBRATION_TOKENS)
@@ -126,6 +172,18 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     single, batched = seconds(length, 1), seconds(length, 1, several)
     own = max(prompt - single, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
     return StepTime(single, max(0.0, batched - single) / max(1, several - 1), length / own)
+
+
+def _check_order(settings: Settings, model: ModelRunner) -> None:
+    """Raises SettingsError where the model does not have the order of sums that its products could have."""
+    if settings.sum_order not in (kernels.FASTEST, model.sum_order):
+        raise SettingsError(
+            f"sum_order is {settings.sum_order}, and {settings.model} has recurrent layers, whose sums no setting"
+            " orders: leave sum_order out for this model, whose streams may then continue with other, equally valid"
+            " tokens where they move to another worker",
+            field="sum_order",
+            bound=kernels.FASTEST,
+        )
 
 
 def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner | None:
@@ -163,14 +221,6 @@ def _speculation(settings: Settings, draft: ModelRunner | None, blocks: int) -> 
     elif settings.speculation == "ngram":
         drafter = Ngram()
     return Speculation(drafter, settings.speculation_tokens) if drafter else None
-
-
-def _return_memory() -> None:
-    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
-    it to the system when asked."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _cache(settings: Settings) -> WeightCache | None:
@@ -249,7 +299,8 @@ def _measured_blocks(
 
     Never more than `max_num_seqs` sequences of the longest length could use.
     """
-    working, layout = _profile(model, settings), model.layout(settings.block_size)
+    layout = model.layout(settings.block_size)
+    working = _profile(model, settings) * (model.group.size if model.group else 1)  # each rank takes as much
     slots = (settings.max_num_seqs + 1) * layout.state_bytes
     kept = sum(runner.mapped_bytes for runner in (model, draft) if runner)
     free = _free_bytes(model.device, kept, settings.gpu_share) - slots

@@ -234,6 +234,8 @@ class EngineThread:
     def _run(self, make: Callable[[], Engine]) -> None:
         try:
             self.engine = make()
+            if self.engine.ranks is not None:
+                self.engine.ranks.on_lost = self.abandon
         except Exception as error:  # raised to its waiter
             self._built.set_exception(error)
             return
@@ -248,6 +250,8 @@ class EngineThread:
             self._break(Unavailable(message, reason="ENGINE_BROKEN"))
         if self.broken:  # abandoned: fails calls that arrived since then
             self._fail_all(self.broken)
+        if self.engine.ranks is not None:
+            self.engine.ranks.close()
 
     def _iterate(self) -> bool:
         with self._wake:

@@ -118,6 +118,17 @@ class Held(_Dict):
 
 
 @dataclass(frozen=True, slots=True)
+class StateLedger(_Dict):
+    """The slots of recurrent states, each with one owner or none; and the copies of states in cached blocks, with which
+    a sequence can begin."""
+
+    total: int
+    free: int
+    owners: list[str]
+    snapshots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger(_Dict):
     """Every KV block of one worker."""
 
@@ -132,6 +143,8 @@ class Ledger(_Dict):
     entries: list[Held]
     faults: list[str]
     """Sentences about what does not add up, the worker's own and this client's; empty when it balances."""
+    states: StateLedger | None = None
+    """Only of a model with recurrent layers."""
 
     @property
     def balanced(self) -> bool:
@@ -225,6 +238,9 @@ def _ledger(ledger: common_pb2.Ledger) -> Ledger:
         address=ledger.worker.address,
         entries=[Held(entry.owner, list(entry.blocks), entry.age_seconds) for entry in ledger.entries],
         faults=[*ledger.faults, *_sums(ledger)],
+        states=from_message(StateLedger, ledger.states, owners=list(ledger.states.owners))
+        if ledger.HasField("states")
+        else None,
     )
 
 
@@ -239,6 +255,11 @@ def _sums(ledger: common_pb2.Ledger) -> list[str]:
     owned = {block for entry in ledger.entries for block in entry.blocks}
     if len(owned) != ledger.held:
         faults.append(f"{ledger.held} blocks are held and {len(owned)} have an owner")
+    total, free, owners = ledger.states.total, ledger.states.free, ledger.states.owners
+    if free + len(owners) != total:
+        faults.append(f"state slots: free {free} + held {len(owners)} are not total {total}")
+    if len(set(owners)) != len(owners):
+        faults.append("a sequence has two state slots")
     return faults
 
 
@@ -289,7 +310,8 @@ def _unlike_orders(pools: Pools) -> list[str]:
     if len(orders) < 2:
         return []
     names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
-    cure = "plain PyTorch matches no other" if "torch" in orders else "the setting sum_order makes them agree"
+    one_order = "the setting sum_order, and equal sizes (--tp), make them agree"
+    cure = "plain PyTorch matches no other" if "torch" in orders else one_order
     return [
         f"workers sum in different orders ({names}): a stream that moves between them may continue with other, equally"
         f" valid tokens than it would have had; {cure}"

@@ -31,7 +31,7 @@ MODEL_SETTINGS = frozenset(
         *("model", "served_model_name", "prefill", "decode", "reasoning_format", "tool_call_format"),
         *("autoscale", "prefill_max", "decode_max", "autoscale_hold_s", "spares"),
         *("dtype", "weights", "kv_dtype", "sum_order", "threads", "kv_blocks"),
-        *("device", "gpu_share", "memory_utilization"),
+        *("device", "gpu_share", "memory_utilization", "prefill_tp", "decode_tp"),
         *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("stream_stretch", "local_prefill", "place_by_prefix", "slo_ttft_s", "slo_tpot_s"),
         *("speculation", "speculation_tokens", "draft_model"),

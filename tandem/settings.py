@@ -30,7 +30,6 @@ class Settings(BaseSettings):
     """One cluster. The same object reaches the router and every worker."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
-
     model: str = ""
     """A checkpoint folder or a hub id; org/name@REVISION pins a commit. Required, unless `models` names several."""
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
@@ -127,7 +126,6 @@ class Settings(BaseSettings):
     ray_address: str | None = None
     """An existing Ray cluster, by the host:port of its head; this host must be one of its nodes. Absent: one on this
     machine that runs as long as `tandem up`."""
-
     logs: Path | None = None
     """A folder that keeps the logs of every run, each in a separate folder. Absent: those of a failed run are kept in
     the temporary directory."""
@@ -149,7 +147,7 @@ class Settings(BaseSettings):
     """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
     on its processor. Workers on different processors produce the same bits if all are given one order that all support;
     it may be a slower one. `tile32` and `pairs` need AVX512_BF16, `chain16` AVX-512, `chain8` AVX2, and the operators
-    compiled for it (`python -m engine.kernels.build --level`; images have them all)."""
+    compiled for it (`python -m engine.kernels.build --level`; images have them all). Recurrent layers have none."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
     host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in
@@ -162,11 +160,15 @@ class Settings(BaseSettings):
     """The share of a GPU's memory that one worker may take, weights included. Ray places several workers on one GPU
     only if their shares fit: 0.5 is two (not yet run on a GPU)."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
-    """CPU threads of one worker's engine; 0: this machine's cores divided by `host_workers`, at least one."""
+    """CPU threads of one worker, all ranks together; 0: this machine's cores over `host_workers`, at least one."""
     host_workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster, of an existing Ray
     those that a host may get."""
-
+    prefill_tp: Annotated[int, Field(ge=1, le=16)] = 1
+    """Tensor parallelism: processes of one host that serve one copy of the model as one prefill worker, each with its
+    part of the weights and of every layer's work. On CPU only. `--tp` sets it for both pools."""
+    decode_tp: Annotated[int, Field(ge=1, le=16)] = 1
+    """Likewise of one decode worker; it may differ from `prefill_tp`."""
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
     """Token places in a block: the unit of allocation, caching and transfer."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
@@ -197,7 +199,6 @@ class Settings(BaseSettings):
     on CUDA, 0.15 on CPU, where workers share the host."""
     kv_blocks: Annotated[int, Field(ge=2)] | None = None
     """Blocks of one worker, instead of measuring."""
-
     speculation: Literal["off", "ngram", "draft"] = "off"
     """Draft the next tokens and verify several in one step: the same tokens, sooner where drafts are right. `ngram`:
     from the text so far; `draft`: by `draft_model`. It stops by itself where it does not pay."""
@@ -312,10 +313,9 @@ def load(**overrides: Any) -> Settings:
 
     Raises SettingsError naming the setting and its bound.
     """
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     # Variables of other parts of the product, not settings of a cluster.
     others = ("TARGET", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY", "OPERATORS")
-    known |= {ENV_PREFIX + name for name in others}
+    known = {ENV_PREFIX + name.upper() for name in (*Settings.model_fields, *others)}
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise SettingsError(f"unknown setting {name} in the environment", field=name)

@@ -31,10 +31,12 @@ ALONE = {
 }
 # Files whose processes are copies of one that has imported the libraries (tests/support/copies.py): it starts once.
 COPIED = {
+    "tests/engine/test_ranks.py",
     "tests/journey/test_adapters.py",
     "tests/journey/test_families.py",
     "tests/journey/test_kill.py",
     "tests/journey/test_kv_dtype.py",
+    "tests/journey/test_ranks.py",
     "tests/kvtransfer/test_nixl.py",
 }
 

@@ -14,6 +14,8 @@ from tandem.tasks import end, forever, within
 
 log = structlog.get_logger(__name__)
 
+START_S = 10.0  # for the first record: a worker has loaded for minutes, and a registry may be silent for seconds
+
 
 class Heartbeat:
     """Renews the record of one incarnation of one worker in the background, and at once when its state changes.
@@ -35,10 +37,19 @@ class Heartbeat:
         self.round_trip_s: float | None = None  # of the last one that was answered
 
     async def start(self) -> None:
-        """Writes the first record. Raises Unavailable if that fails: an unregistered worker must not start. Raises
-        PreconditionFailed if a later incarnation of this worker is alive."""
-        record = self._describe()
-        if not await self._beat(record, announce=True):
+        """Writes the first record. Raises Unavailable if that fails for START_S: an unregistered worker must not start.
+        Raises PreconditionFailed if a later incarnation of this worker is alive."""
+        record, until = self._describe(), monotonic() + START_S
+        while True:
+            try:
+                kept = await self._beat(record, announce=True)
+                break
+            except Unavailable as error:
+                if monotonic() > until:
+                    raise
+                log.warning("registry.beat_failed", error=error.message)
+            await asyncio.sleep(self._interval_s)
+        if not kept:
             raise PreconditionFailed(
                 f"another {record.worker_id} that started later is alive in cluster {self._registry.cluster!r}",
                 reason="SUPERSEDED",

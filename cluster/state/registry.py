@@ -10,9 +10,8 @@
     tandem:{<cluster>}:autoscale    JSON of the autoscaler's last verdicts (cluster/autoscaler.py), expires after 10 s
     tandem:{<cluster>}:changed      pub/sub channel: "workers", "wanted" or "adapters": a change to be read now
 
-A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version,
-so its cost grows with changes and not with workers. No request depends on the registry: losing all of it impairs
-placement, but never a running stream.
+A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version:
+its cost grows with changes, not with workers. No request depends on it: its loss impairs placement, no running stream.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class WorkerRecord:
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     block_size: int = 0
+    state_blocks: int = 0  # of a copy of a sequence's recurrent states; 0: there are none
     max_running: int = 0
     blocks_total: int = 0
     weights: str = ""  # format of the weights of its products

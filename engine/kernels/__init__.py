@@ -51,8 +51,11 @@ def serving(device: torch.device) -> str:
     return _load()[0] if device.type == "cpu" else REFERENCE
 
 
-def sum_order(device: torch.device, dtype: torch.dtype) -> str:
-    """The order of the sums of a model of this type that `serving` serves."""
+def sum_order(device: torch.device, dtype: torch.dtype, ranks: int = 1) -> str:
+    """The order of the sums of a model of this type that `serving` serves. tile32x2 is that of two ranks, each of which
+    adds up its part of a sum."""
+    if ranks > 1:
+        return f"{sum_order(device, dtype)}x{ranks}"
     level = serving(device)
     if level == REFERENCE or dtype not in DTYPES:
         return PLAIN
@@ -66,7 +69,8 @@ def described(level: str, order: str) -> str:
     """For the log: what serves, and what computes the order where that may differ."""
     if level == REFERENCE:
         return "plain PyTorch"
-    return f"{level}, order {order}{f' by {torch.ops.tandem.tiles().upper()}' if order == 'tile32' else ''}"
+    by_tiles = order.startswith("tile32")
+    return f"{level}, order {order}{f' by {torch.ops.tandem.tiles().upper()}' if by_tiles else ''}"
 
 
 def use(wanted: str, device: torch.device, dtype: torch.dtype) -> None:

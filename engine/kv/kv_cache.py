@@ -11,6 +11,9 @@ side:
     scales  [kv_heads, block_size] bfloat16
 
 A large block may end with a page of padding (`engine.core.kv_layout.plan_calls`).
+
+The ranks of one worker share the memory of its pages: a block has the KV heads of the whole model, as if one rank
+served it, and each rank's views are the heads that it has. So a block means the same whatever the number of ranks.
 A block is contiguous across all attention calls, so that one block is one transfer descriptor. The attention function
 sees strided views of the same memory; nothing is ever copied to be sent.
 """
@@ -22,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls, plan_states
+from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls, plan_parts, plan_states
 from engine.kernels import fresh_memory
 from engine.kv.kv_cache_spec import CallFacts, StateFacts
 from engine.kv.state_memory import StateMemory
@@ -32,18 +35,31 @@ class KvCache:
     """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes. `slots` are those for the
     states of recurrent layers, where the model has some."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device, slots: int = 0) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        slots: int = 0,
+        facts: Sequence[CallFacts] = (),
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """`facts` say which heads of `layout` the views have, without them all. `memory` is uint8
+        `[num_blocks * block_bytes]`, zeroed by who made it; None: new memory."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.dtype = dtype_named(layout.dtype)
-        self.buffer = fresh_memory(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
-        self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
+        flat = fresh_memory(num_blocks * layout.block_bytes, device) if memory is None else memory
+        self.buffer = flat.view(num_blocks, layout.block_bytes)
+        if memory is None:
+            self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         # Keys and values of each attention call: views, `[num_blocks, block_size, kv_heads, dim]`.
-        self.k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
-        self.v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
+        own = [heads_of(fact) for fact in facts] or [range(call.k_heads) for call in layout.calls]
+        self.k = [self._window(typed, c.k_offset, held, c.k_dim) for c, held in zip(layout.calls, own, strict=True)]
+        self.v = [self._window(typed, c.v_offset, held, c.v_dim) for c, held in zip(layout.calls, own, strict=True)]
         self.quantised = bool(layout.scale_dtype)
         # The scales of their elements, `[num_blocks, block_size, kv_heads]`; None if not quantised.
         self.k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
@@ -80,10 +96,11 @@ class KvCache:
         assert self.states is not None, "this model keeps no states"
         return torch.split(self.states.buffer[slot], self.block_bytes)
 
-    def _window(self, typed: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
-        size = (self.num_blocks, self.block_size, heads, dim)
+    def _window(self, typed: torch.Tensor, offset: int, heads: range, dim: int) -> torch.Tensor:
+        size = (self.num_blocks, self.block_size, len(heads), dim)
         stride = (typed.shape[1], dim, self.block_size * dim, 1)
-        return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+        first = offset // typed.element_size() + heads.start * self.block_size * dim
+        return torch.as_strided(typed, size, stride, storage_offset=first)
 
     def _scales(self, offset: int, heads: int) -> torch.Tensor | None:
         if not self.quantised:
@@ -91,6 +108,12 @@ class KvCache:
         typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
         size, stride = (self.num_blocks, self.block_size, heads), (typed.shape[1], 1, self.block_size)
         return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+
+
+def heads_of(fact: CallFacts) -> range:
+    """Which of a block's KV heads this rank has."""
+    first = fact.held.first if fact.held else 0
+    return range(first, first + fact.kv_heads)
 
 
 def layout_of(
@@ -107,7 +130,7 @@ def layout_of(
     `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are; `digest` what the
     digests of blocks cover; `states` what recurrent layers keep.
     """
-    shapes = [(fact.kv_heads, fact.k_dim, fact.v_dim) for fact in facts]
+    shapes = [(fact.model_heads, fact.k_dim, fact.v_dim) for fact in facts]
     element = dtype if kept is None else kept
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""
@@ -118,7 +141,10 @@ def layout_of(
         return layout
     each = [(state.key, state.shape, state.dtype or dtype) for state in states.states]
     placed, state_bytes = plan_states([(key, shape, dtype_name(own), own.itemsize) for key, shape, own in each])
-    return replace(layout, states=placed, state_bytes=state_bytes, state_kernels=states.kernels)
+    block_bytes = total or plan_parts(state_bytes)
+    return replace(
+        layout, block_bytes=block_bytes, states=placed, state_bytes=state_bytes, state_kernels=states.kernels
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

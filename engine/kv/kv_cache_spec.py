@@ -57,6 +57,14 @@ def first_visible(reach: Reach, position: Position) -> Position:
 
 
 @dataclass(frozen=True)
+class HeldHeads:
+    """Of a model that is cut for several ranks: this rank has KV heads from `first` on, and the model has `whole`."""
+
+    first: int
+    whole: int
+
+
+@dataclass(frozen=True)
 class CallFacts:
     """One attention call.
 
@@ -74,6 +82,12 @@ class CallFacts:
     sinks: bool
     scaling: float
     latent: bool = False
+    held: HeldHeads | None = None  # which of the model's KV heads these are; None: all
+
+    @property
+    def model_heads(self) -> int:
+        """KV heads of the whole model, for which a block has room."""
+        return self.held.whole if self.held else self.kv_heads
 
 
 class RecurrentState(NamedTuple):

@@ -27,6 +27,7 @@ from engine.attention.implementation import switch
 from engine.attention.mla import expander
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
 from engine.loading import state_probe
+from engine.parallel.weight_cut import held_heads
 from engine.runner.mixers import Mixers
 from tandem.errors import CheckpointRefused
 
@@ -99,6 +100,7 @@ def _probe_attention(
             sinks=s_aux is not None,
             scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
             latent=expander(module) is not None,
+            held=held_heads(module),
         )
     )
     return _own_value(module, query, key, value), None
@@ -143,8 +145,8 @@ class Learnt(NamedTuple):
     mixers: Mixers | None
 
 
-def learn_facts(model: PreTrainedModel) -> Learnt:
-    """What pages and slots must hold for this model.
+def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
+    """What pages and slots must hold for this model; `compiled`: which may be served by Tandem's operators.
 
     Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
     model that pages cannot serve.
@@ -161,10 +163,8 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
             f"alone: {error}"
         ) from error
     facts = tuple(_recorded_calls)
-    mixers = None
-    if facts:
-        switch(model, ISOLATION)
-        mixers = state_probe.learn(model)
+    switch(model, ISOLATION)
+    mixers = state_probe.learn(model, compiled)
     _check_calls(model, facts, mixers)
     _check_isolation(model, ids, mixers)
     return Learnt(facts, mixers)
@@ -173,7 +173,7 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
 def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if len(facts) >= layers or (facts and mixers):
+    if len(facts) >= layers or (mixers and (facts or len(mixers.each) >= layers)):
         return
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
     if not facts:

@@ -5,15 +5,18 @@ load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -21,9 +24,13 @@ from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kernels.weight_quantization import Packer
-from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
+from engine.loading import attention_probe, checkpoint, cut_check, lora_attachment, quantized_checkpoint, self_check
+from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.tp_plan import check_plan
+from engine.parallel.weight_cut import cut
 from engine.runner import traced_forward
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
@@ -47,6 +54,7 @@ def load_model(
     weights: str = CHECKPOINT,
     kv_dtype: KvDtype = "auto",
     cache: WeightCache | None = None,
+    group: RankGroup | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelRunner:
     """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
@@ -55,25 +63,26 @@ def load_model(
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
     (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
     rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
-    `cache` keeps packed weights for other workers and the next start. `progress` receives a line for each stage.
-    Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
-    and for `weights` that are not supported here.
+    `cache` keeps packed weights for others and the next start. `group`: loads this rank's part, with the other ranks.
+    `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason.
     """
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
-    config, max_len, method = _checked_config(folder, max_model_len, weights)
+    config, max_len, method = _checked_config(folder, max_model_len, weights, group)
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
-    module, packed = _load_module(folder, files, config, dtype)
-    say(f"{config.model_type} loaded from {folder}")
+    with group.in_turn() if group else nullcontext():  # memory for the whole model at a time
+        module, packed = _load_module(folder, files, config, dtype)
+        say(f"{config.model_type} loaded from {folder}")
+        whole = _cut(module, group, say)
     if method is not None:
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
-    facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank))
+    facts, mixers = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -81,30 +90,56 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=PLAIN if served_by == REFERENCE or mixers else sum_order(device, dtype),
+        sum_order=PLAIN if served_by == REFERENCE or mixers else sum_order(device, dtype, group.size if group else 1),
         kv_dtype=kv_dtype,
+        group=group,
     )
     model = ModelRunner(module, facts, served)
     model.weights, model.mixers = method or CHECKPOINT, mixers
     _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
+    return _finished(model, group, say)
+
+
+def _finished(model: ModelRunner, group: RankGroup | None, say: Callable[[str], None]) -> ModelRunner:
+    """Ready to serve: with empty slots of adapters, and on all ranks parts of one model, equal in everything but which
+    heads and columns they are."""
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
+    _return_memory()
+    if group is None:
+        return model
+    facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
+    same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
+    group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
     return model
 
 
-def _learn(module: PreTrainedModel, say: Callable[[str], None], *, adapters: bool) -> attention_probe.Learnt:
-    """What pages and slots must hold. Raises SettingsError for what is not served beside recurrent layers."""
+def _learn(
+    module: PreTrainedModel,
+    group: RankGroup | None,
+    whole: Whole | None,
+    say: Callable[[str], None],
+    adapters: bool,
+    compiled: bool,
+) -> attention_probe.Learnt:
+    """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
+    served beside recurrent layers."""
+    if group is not None:
+        say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
-    learnt = attention_probe.learn_facts(module)
+    learnt = attention_probe.learn_facts(module, compiled)
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     if learnt.mixers:
         say(str(learnt.mixers))
         if adapters:
             what = f"{type(module).__name__} has recurrent layers, beside which adapters are not served yet"
             raise SettingsError(what, field="adapters", bound="none for this model")
+        if group is not None:
+            what = f"{type(module).__name__} has recurrent layers, whose states are not divided among ranks yet"
+            raise SettingsError(what, field="tp", bound="1 for this model")
     return learnt
 
 
@@ -129,15 +164,39 @@ def _prepare(
     say(f"self-check passed: {self_check.check(model)}")
 
 
-def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
+def _return_memory() -> None:
+    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
+    it to the system when asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _checked_config(
+    folder: Path, max_model_len: int | None, weights: str, group: RankGroup | None
+) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
-    config = _read_config(folder)
+    config = read_config(folder)
     max_len = max_length(config, max_model_len)
     check_positions(config, max_len)
     method = quantized_checkpoint.check(config)
     if method is not None and weights != CHECKPOINT:
         raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
+    if group is not None:
+        check_plan(config, group.size)
+        if method is not None:
+            raise CheckpointRefused(f"a checkpoint that is quantised, by {method}, is not served by several ranks")
     return config, max_len, method
+
+
+def _cut(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> Whole | None:
+    """Leaves `module` the part of its rank; returns what rank 0 has computed with the whole."""
+    if group is None:
+        return None
+    whole = cut_check.whole(module) if group.rank == 0 else None
+    say(cut(module, group))
+    _return_memory()
+    return whole
 
 
 def _packer(device: torch.device, served_by: str) -> Packer | None:
@@ -175,7 +234,8 @@ def quantise(model: ModelRunner, format: str, packer: Packer | None) -> str:
     return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises CheckpointRefused if transformers cannot read it."""
     try:
         with _quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -121,7 +121,7 @@ def _run(model: ModelRunner, adapters: Sequence[int]) -> Report:
     kept_gap = _kept_gap(model, [each for each in kept if each is not None])
     threshold = FP32_THRESHOLD
     if not _exact(model):
-        with _perturbed_embeddings(model):
+        with perturbed(model.module, model.dtype):
             noisy = _all_eager(model, prompts, ends, kept, adapters)
         threshold = min(max(NOISE_FACTOR * _gap(model, noisy, eager), NOISE_FLOOR), NOISE_CEILING)
     model.use_paged_attention()
@@ -240,16 +240,16 @@ def _worst(model: ModelRunner, gaps: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def _perturbed_embeddings(model: ModelRunner) -> Iterator[None]:
-    """Multiplies the input embeddings by 1 ± half a unit in the last place of the model's dtype, at random."""
+def perturbed(module: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Multiplies the input embeddings by 1 ± half a unit in the last place of `dtype`, at random."""
     generator = torch.Generator(device="cpu").manual_seed(2)
-    half_unit = torch.finfo(model.dtype).eps / 2
+    half_unit = torch.finfo(dtype).eps / 2
 
     def perturb(_module: Any, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded.device) * 2 - 1
         return (embedded.float() * (1 + half_unit * signs)).to(embedded.dtype)
 
-    handle = model.module.get_input_embeddings().register_forward_hook(perturb)
+    handle = module.get_input_embeddings().register_forward_hook(perturb)
     try:
         yield
     finally:

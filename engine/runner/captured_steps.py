@@ -55,6 +55,8 @@ def capture_for(model: ModelRunner) -> Capture:
         return cuda_graphs()
     if model.kernels == REFERENCE:
         raise Uncapturable("the compiled operators do not serve")
+    if model.group is not None:
+        raise Uncapturable(f"{model.group.size} ranks serve it")
     if model.recorded is None:  # Python between the operators may keep tensors whose memory a capture would move
         raise Uncapturable("the forward is not recorded")
     if model.step_bytes > CPU_BYTES:

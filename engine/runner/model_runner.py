@@ -25,6 +25,8 @@ from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
 from engine.kv.kv_quantization import element_dtype
+from engine.parallel.leader import Ranks
+from engine.parallel.rank_group import RankGroup
 from engine.runner.lora import Lora
 from engine.runner.mixers import Mixers
 
@@ -48,6 +50,7 @@ class RunnerConfig:
     kernels: str = REFERENCE  # the level of the compiled operators that serve it, or "reference"
     sum_order: str = PLAIN  # where it is equal in two processes, bits are (engine.kernels)
     kv_dtype: KvDtype = "auto"
+    group: RankGroup | None = None  # if this is one rank of several
 
 
 class ModelRunner:
@@ -77,6 +80,8 @@ class ModelRunner:
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
         self.mixers: Mixers | None = None  # set by engine.loading.model_loader, if there are recurrent layers
+        self.group = served.group
+        self.ranks: Ranks | None = None  # set by engine.builder on rank 0: the others, which follow
         self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
@@ -84,9 +89,10 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as served, without second copies that are packed for speed."""
+        """Bytes of the weights as served, of all ranks, without second copies that are packed for speed."""
         own = sum(each.nbytes for each in self.module.parameters() if not weight_quantization.is_nothing(each))
-        return own + sum(codes.nbytes for codes in weight_quantization.codes_in(self.module))
+        own += sum(codes.nbytes for codes in weight_quantization.codes_in(self.module))
+        return own * self._size
 
     @property
     def step_bytes(self) -> int:
@@ -94,7 +100,11 @@ class ModelRunner:
         module: Any = self.module  # transformers' accessors are not typed
         table: torch.Tensor = module.get_input_embeddings().weight
         head = getattr(module.get_output_embeddings(), "weight", None)
-        return self.weight_bytes - (0 if head is table else table.nbytes)
+        return self.weight_bytes - (0 if head is table else table.nbytes * self._size)
+
+    @property
+    def _size(self) -> int:
+        return self.group.size if self.group else 1
 
     @property
     def mapped_bytes(self) -> int:
@@ -104,14 +114,19 @@ class ModelRunner:
     def allocate(self, num_blocks: int, block_size: int | None = None, slots: int = 1) -> KvCache:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None), with so many slots
         for the states of recurrent layers, if the model has some."""
-        return KvCache(self.layout(block_size), num_blocks, self.device, slots)
+        layout = self.layout(block_size)
+        memory = self.ranks.share_pages(num_blocks, layout) if self.ranks else None
+        pages = KvCache(layout, num_blocks, self.device, slots, self.facts, memory)
+        if self.ranks:
+            self.ranks.know(pages)
+        return pages
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens, padding included."""
         return self.layout(block_size).block_bytes
 
     def layout(self, block_size: int | None = None) -> KvLayout:
-        """The layout of its blocks of `block_size` tokens."""
+        """The layout of its blocks of `block_size` tokens, with the KV heads of the whole model."""
         kept, digest = element_dtype(self.kv_dtype), block_digest.kind(self.device)
         states = self.mixers.facts if self.mixers else None
         return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept, digest, states)
@@ -120,10 +135,15 @@ class ModelRunner:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for. New states of
         recurrent layers wait for `pages.states.commit`.
 
-        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
+        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`. Of several ranks rank 0 has
+        the others run it, too, and returns when all have; it raises Unavailable when one is lost.
         """
-        step = self.step(pages, batch)
-        return self.run(step, step.tensor(batch.logits_at)).float()
+        with self.ranks.together(pages, batch) if self.ranks else nullcontext():
+            step = self.step(pages, batch)
+            logits = self.run(step, step.tensor(batch.logits_at)).float()
+            if self.group is not None:
+                self.group.end_step()
+            return logits
 
     def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""
@@ -155,6 +175,11 @@ class ModelRunner:
         assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
         logits: torch.Tensor = out.logits[0]
         return logits if self._keeps_logits else logits[wanted]
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any. Nothing may be forwarded afterwards."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def choose_attention(self) -> str:
         """Tries the CUDA kernels for attention over pages; returns a line about the chosen one."""

@@ -154,7 +154,7 @@ class RemotePrefill:
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
-            skip_blocks=sequence.cached // self._worker.engine.pool.block_size,
+            skip_blocks=_first_missing(self._worker, sequence),
             layout_hash=self._worker.layout_hash,
             incarnation=request.prefill.incarnation,
             source_progress=not self._worker.transport.one_sided(peer),
@@ -240,7 +240,7 @@ class PrefillStream:
         states = self._worker.engine.state_blocks
         contexts, table = sequence.contexts(pool.block_size, states), pool.table(sequence.id)
         places = table[: len(contexts) - states] + table[len(table) - states :]
-        missing = range(sequence.cached // pool.block_size, len(contexts))
+        missing = range(_first_missing(self._worker, sequence), len(contexts))
         self.receiver = Receiver(
             self._worker.transport,
             self._prefill.peer,
@@ -331,6 +331,13 @@ def _first_token(
         prompt_logprobs=first.prompt_logprobs if first.HasField("prompt_logprobs") else None,
     )
     return decode_pb2.DecodeResponse(tokens=tokens)
+
+
+def _first_missing(worker: Worker, sequence: Sequence) -> int:
+    """The first of a prompt's blocks that has to arrive: after those that are cached here. Those of a model without
+    attention hold nothing, so it is the first of the state's copy."""
+    pool = worker.engine.pool
+    return sequence.cached // pool.block_size if worker.layout.calls else pool.blocks_for(len(sequence.tokens))
 
 
 def _report(stats: TransferStats, exposed: float) -> common_pb2.TransferReport:

@@ -256,7 +256,7 @@ async def start(
     CheckpointRefused and SettingsError before it listens, PreconditionFailed for an engine that only prefills."""
     if engine is not None and not engine.engine.config.generates:
         raise PreconditionFailed("this engine was built without the parts that only decoding needs", reason="PREFILLS")
-    engine = engine or await load_engine(settings, report)
+    engine = engine or await load_engine(settings, report, ranks=settings.decode_tp)
     worker = DecodeWorker("decode", settings, worker_id, engine)
     await worker.start(["tandem.v1.DecodeService"])
     return worker

@@ -222,7 +222,7 @@ async def start(
 ) -> Worker:
     """A ready prefill worker, with an engine that another incarnation has released, or a new one. Raises
     CheckpointRefused and SettingsError before it listens."""
-    engine = engine or await load_engine(settings, say, generates=settings.flips)
+    engine = engine or await load_engine(settings, say, ranks=settings.prefill_tp, generates=settings.flips)
     worker = Worker("prefill", settings, worker_id, engine)
     servicer = PrefillServicer(worker, digests(block_reader(engine.engine.pages)))
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, worker.grpc.server)

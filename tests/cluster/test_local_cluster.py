@@ -115,8 +115,11 @@ def shared_memory() -> set[str]:
 
 
 def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalCluster) -> None:
-    """All wanted workers are ready, and nothing that was started can be reached from another machine."""
+    """All wanted workers are ready, behind no other process of the machine, and nothing that was started can be reached
+    from another machine."""
     assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
+    ours = [process for process in psutil.Process().children(recursive=True) if "Actor" in process.name()]
+    assert [process.nice() for process in ours] == [0] * 4  # with the supervisor
     assert cluster.target == f"127.0.0.1:{cluster.settings.port}"
     assert answers(cluster.target)
     for process in psutil.Process().children(recursive=True):

@@ -48,6 +48,19 @@ def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None
         assert needs({"prefill"}, settings(), nodes, HOME).resources == {}  # the control
 
 
+def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
+    """It takes what the pod offers of both pools, so no second one is placed there, and it may change its pool. The
+    control: by its own pool alone it would leave room for a worker of the other."""
+    nodes = [A, offering(B, decode=1, prefill=1)]
+    either = Placement("", pools_only=True, either_pool=True)
+    for some in ([A], nodes):
+        for roles in ({"prefill"}, {"decode"}, {"prefill", "decode"}):
+            assert needs(roles, settings(), some, either).resources == {"decode": 1, "prefill": 1}
+    assert both_pools("b", nodes)
+    assert not needs({"router"}, settings(), [A], either).resources
+    assert needs({"decode"}, settings(), nodes, Placement("", pools_only=True)).resources == {"decode": 1}
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "wanted"), [("auto", 0, 0), ("auto", 1, 0.5), ("cpu", 1, 0), ("cuda", 0, 0.5)]
 )

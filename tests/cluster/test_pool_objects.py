@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.state.pool_objects import ANNOTATION, Api, PoolObject, PoolObjects, agree
+from cluster.kuberay.pool_objects import ANNOTATION, Api, PoolObject, PoolObjects, agree
 from cluster.state.registry import Registry
 from tandem.errors import PreconditionFailed, Unavailable
 
@@ -119,7 +119,7 @@ async def test_every_way_to_scale_ends_at_the_same_sizes(
 ) -> None:
     """The object of a pool gets the registry's size first. Then `kubectl scale` changes the wanted size, `tandem scale`
     the object, and a size that a pool may not have neither. An upgrade of the chart writes the object like kubectl."""
-    monkeypatch.setattr("cluster.state.pool_objects.EVERY_S", 0.05)
+    monkeypatch.setattr("cluster.kuberay.pool_objects.EVERY_S", 0.05)
     await registry.set_wanted({"prefill": 2, "decode": 3})
     running = asyncio.create_task(PoolObjects(api, registry, "demo", follows=True).run())
 

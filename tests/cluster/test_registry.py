@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import redis.asyncio as redis
 from structlog.testing import capture_logs
 
+from cluster.state import heartbeat as heartbeats
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import SCALING_TTL_S, RecordReader, Registry, State, WorkerRecord
@@ -199,6 +201,37 @@ async def test_a_heartbeat_survives_a_restart_of_the_server(valkey: EmbeddedValk
     valkey.start()
     assert len(await workers_once(registry, 1)) == 1
     await heartbeat.stop()
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["patient", "control"])
+async def test_a_heartbeat_begins_while_the_server_is_away(
+    valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """A worker that has loaded outlives a moment without a registry. The control does not try again."""
+    monkeypatch.setattr(heartbeats, "START_S", SOON_S if patient else 0.0)
+    beat, failed = registry.beat, asyncio.Event()
+
+    async def noted(*given: Any, **named: Any) -> bool:
+        try:
+            return await beat(*given, **named)
+        except Unavailable:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(registry, "beat", noted)
+    valkey.stop()
+    first = Heartbeat(registry, lambda: RECORD, interval_s=0.05)
+    starting = asyncio.create_task(first.start())
+    async with asyncio.timeout(SOON_S):
+        await failed.wait()
+    valkey.start()
+    if patient:
+        await starting
+        assert len(await registry.workers()) == 1
+        await first.stop()
+    else:
+        with pytest.raises(Unavailable, match="registry"):
+            await starting
 
 
 async def test_a_heartbeat_stops_while_the_server_is_away(valkey: EmbeddedValkey, registry: Registry) -> None:

@@ -15,7 +15,7 @@ class Process:
     """Stands for an actor that Ray has placed, or not yet."""
 
     def __init__(self, worker_id: str) -> None:
-        self.worker_id, self.placed, self.killed = worker_id, False, False
+        self.worker_id, self.placed, self.killed, self.node = worker_id, False, False, ""
 
     async def prepare(self) -> None:
         await asyncio.Event().wait()
@@ -56,4 +56,26 @@ async def test_a_spare_that_runs_becomes_the_worker() -> None:
     assert host.create("router-0") is not host.made[0]
     assert host.create("decode-0") is host.made[0]
     assert host.made[0].worker_id == "decode-0"
+    host.keep_spares(0)
+
+
+class Head:
+    """Stands for Ray's, where node b drains."""
+
+    def draining(self) -> set[str]:
+        return {"b"}
+
+
+async def test_a_spare_on_a_node_that_ends_becomes_nobody() -> None:
+    """It ends, so that the node can; the control is the spare of another node."""
+    host = Host()
+    host._settings = Settings(model="fake", ray_address="10.0.0.1:6379")
+    host._gcs = Head()  # type: ignore[assignment]
+    host.keep_spares(2)
+    ends, stays = host.made
+    ends.placed = stays.placed = True
+    ends.node, stays.node = "b", "c"
+    assert await host.leaving() == {"b"}
+    assert (ends.killed, stays.killed) == (True, False)
+    assert host.create("decode-0") is stays
     host.keep_spares(0)

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.supervisor import Event, Kind, Started, Supervisor, WorkerProcess
-from tandem.errors import CheckpointRefused, WorkerLost
+from tandem.errors import CheckpointRefused, Unavailable, WorkerLost
 
 SOON_S = 10.0
 
@@ -16,6 +18,7 @@ SOON_S = 10.0
 class FakeWorkerProcess:
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
+        self.node = ""
         self.loaded = asyncio.Event()  # what start() waits for
         self.loaded.set()
         self.drained = asyncio.Event()  # what switch_role() waits for
@@ -77,9 +80,12 @@ class FakeHost:
         self._asked = asyncio.Event()
         self._refuse = refuse
         self._survivors = survivors
+        self.nodes: dict[str, str] = {}  # where a worker will be
+        self.ending: set[str] | None = set()  # None: nobody knows
 
     def create(self, worker_id: str) -> WorkerProcess:
         self.processes[worker_id] = FakeWorkerProcess(self._refuse)
+        self.processes[worker_id].node = self.nodes.get(worker_id, "")
         if worker_id in self._slow:
             self.processes[worker_id].loaded.clear()
         return self.processes[worker_id]
@@ -94,6 +100,11 @@ class FakeHost:
             while len(self.spares) < times:
                 self._asked.clear()
                 await self._asked.wait()
+
+    async def leaving(self) -> set[str]:
+        if self.ending is None:
+            raise Unavailable("no head")
+        return self.ending
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         return {worker_id: self.create(worker_id) for worker_id in self._survivors}
@@ -357,6 +368,49 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
                 await anext(changes)
             await changes.aclose()
         assert host.processes["decode-0"].graces == []
+
+
+async def test_workers_of_a_node_that_ends_drain_while_others_start(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replacement does not wait for the drain, and nobody on another node is asked to leave. The control: while
+    nobody knows which nodes end, all stay."""
+    monkeypatch.setattr("cluster.supervisor.NODES_LOOKED_AT_S", 0.02)
+    host = FakeHost()
+    host.nodes, host.ending = {"decode-0": "a", "decode-1": "b"}, None
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until_all((Kind.READY, "decode-0"), (Kind.READY, "decode-1"))
+        leaves, stays = host.processes["decode-0"], host.processes["decode-1"]
+        drains = asyncio.Event()
+
+        async def stop(grace_s: float) -> None:
+            leaves.graces.append(grace_s)
+            await drains.wait()
+            leaves.end()
+
+        leaves.stop = stop  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)
+        assert leaves.graces == []
+        host.ending = {"a"}
+        await watch.until(Kind.READY, "decode-2")
+        assert leaves.graces == [7.0]
+        drains.set()
+        assert (await watch.until(Kind.STOPPED, "decode-0")).error is None
+        assert stays.graces == []
+        assert set(host.processes) == {"decode-0", "decode-1", "decode-2"}
+
+
+async def test_a_worker_that_still_loads_on_a_node_that_ends_starts_elsewhere(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the node would end in the middle of the load."""
+    monkeypatch.setattr("cluster.supervisor.NODES_LOOKED_AT_S", 0.02)
+    host = FakeHost(slow=("decode-0",))
+    host.nodes, host.ending = {"decode-0": "a"}, {"a"}
+    async with supervised(host, registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        assert host.processes["decode-0"].killed
+        host.processes["decode-0"].loaded.set()  # its start() ends
 
 
 async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Registry) -> None:

@@ -38,6 +38,7 @@ OF_A_ROLE = ("drain_grace_s",)
 # In which the workers of two pools may differ and still serve one request together.
 OF_A_POOL = (
     *("device", "gpu_share", "threads", "weight_cache", "weight_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
+    *("prefill_tp", "decode_tp"),
     *("stream_stretch", "memory_utilization", "kv_blocks", *OF_A_ROLE),
 )
 OF_THE_ROUTER = (

@@ -79,6 +79,23 @@ _ROUTE = an(
     hostnames=some(TEXT),
     rules=some(an("backendRefs", backendRefs=some(an("name port", name=TEXT, port=COUNT)))),
 )
+_PROMETHEUS = an(
+    "type metadata",
+    type={"const": "prometheus"},
+    metricType={"const": "AverageValue"},
+    metadata=an(
+        "serverAddress query threshold ignoreNullValues",
+        serverAddress=TEXT,
+        query=TEXT,
+        threshold=TEXT,
+        ignoreNullValues={"enum": ["true", "false"]},
+    ),
+)
+_TIMETABLE = an(
+    "type metadata",
+    type={"const": "cron"},
+    metadata=an("timezone start end desiredReplicas", timezone=TEXT, start=TEXT, end=TEXT, desiredReplicas=TEXT),
+)
 SCHEMAS = {
     "PrometheusRule": resource(
         "monitoring.coreos.com/v1", an("groups", groups=some(an("name rules", name=TEXT, rules=some(_RULE))))
@@ -110,20 +127,7 @@ SCHEMAS = {
                 behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]},
             ),
             advanced=an(horizontalPodAutoscalerConfig=an(behavior=an(scaleUp=_BEHAVIOR, scaleDown=_BEHAVIOR))),
-            triggers=some(
-                an(
-                    "type metadata",
-                    type={"const": "prometheus"},
-                    metricType={"const": "AverageValue"},
-                    metadata=an(
-                        "serverAddress query threshold ignoreNullValues",
-                        serverAddress=TEXT,
-                        query=TEXT,
-                        threshold=TEXT,
-                        ignoreNullValues={"enum": ["true", "false"]},
-                    ),
-                )
-            ),
+            triggers=some({"anyOf": [_PROMETHEUS, _TIMETABLE]}),
         ),
     ),
     "RayCluster": resource("ray.io/v1", _RAY),

@@ -54,12 +54,15 @@ class Pod:
                 self._here[mount["mountPath"]] = str(folder / name / mount["name"])
                 (folder / name / mount["name"]).mkdir(parents=True)
         self.env = self._environment()
-        words = [self._expand(word) for word in [*self.container["command"], *self.container.get("args", [])]]
+        self._path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder / "r")}
+        self.process = self._run(name, [*self.container["command"], *self.container.get("args", [])])
+
+    def _run(self, name: str, command: list[str]) -> Process:
+        words = [self._expand(word) for word in command]
         programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
         programs["tandem"] = [sys.executable, "-m", "tandem"]
         programs["ray"] = [sys.executable, "-c", RAY]
-        path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder / "r")}
-        self.process = Process(name, [*programs[words[0]], *words[1:]], path | self.env)
+        return Process(name, [*programs[words[0]], *words[1:]], self._path | self.env)
 
     def _environment(self) -> dict[str, str]:
         env: dict[str, str] = {}
@@ -116,6 +119,10 @@ class Pod:
         """Seconds that the hook sleeps; the pod still serves meanwhile."""
         hook: dict[str, Any] = self.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
         return float(hook["sleep"]["seconds"])
+
+    def delete(self) -> Process:
+        """Starts the hook that is a command. SIGTERM comes after it."""
+        return self._run(f"{self.name}-prestop", self.container["lifecycle"]["preStop"]["exec"]["command"])
 
     def terminate(self) -> None:
         self.process.signal(signal.SIGTERM)

@@ -22,6 +22,7 @@ from helm_python.errors import HelmError
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from cluster.kuberay import leave
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError
 from tandem.telemetry import metrics
@@ -363,14 +364,20 @@ def test_both_pools_differ_in_nothing_but_their_name() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
-    """What runs may finish for drain_grace_s; before that a router still serves, until all know that it leaves."""
+    """What runs may finish for drain_grace_s; before that a router still serves, until all know that it leaves. In a
+    RayCluster the supervisor drains, with the grace of its own pod, and the hook of the worker's waits for it."""
     templates = dict(pods(render(example(name))))
     for component in ("router", "prefill", "decode"):
         spec = templates[f"{NAME}-tandem-{component}"]["spec"]
-        hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {})
+        waits = leave.MARGIN_S if "exec" in hook else hook.get("sleep", {}).get("seconds", 0)
         env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
-        assert spec["terminationGracePeriodSeconds"] >= hook + float(env["TANDEM_DRAIN_GRACE_S"]) + 10
-        assert (component == "router") == (hook > 0)
+        assert spec["terminationGracePeriodSeconds"] >= waits + float(env["TANDEM_DRAIN_GRACE_S"]) + 10
+        assert (component == "router") == ("sleep" in hook)
+        assert (component != "router" and name == "ray") == ("exec" in hook)
+        if "exec" in hook:
+            driver = templates[f"{NAME}-tandem-head"]["spec"]["containers"][1]
+            assert {"name": "TANDEM_DRAIN_GRACE_S", "value": env["TANDEM_DRAIN_GRACE_S"]} in driver["env"]
 
 
 # ---- security

@@ -1,4 +1,5 @@
-"""A release with `orchestrator: ray`, by the commands in its manifests: Ray owns the workers, and may lose its head."""
+"""A release with `orchestrator: ray`, by the commands in its manifests: Ray owns the workers, and may lose its head and
+pods."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,13 +18,15 @@ import pytest
 
 from tandem.client import Client
 from tests.deploy import kuberay
-from tests.deploy.chart import NAME, example, render
+from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
 
 PROMPT = list(range(100, 140))
 SOON_S = 120.0
+STREAMS = 4  # two on each of two workers
 VALUES = example("laptop") | {"orchestrator": "ray"}
+EITHER = VALUES | {"ray": {"switch_roles": True}}
 Start = Callable[..., Pod]
 
 
@@ -35,10 +39,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """`start(component, suffix)` gives a started pod, of the address that its name had before."""
+    """`start(component, suffix)` gives a started pod, of the address that its name had before; `of` are the values of
+    its release, whose secrets stay in an upgrade."""
     documents = render(VALUES)
-    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
+    (cluster,), (upgraded,) = (
+        [one for one in render(values) if one["kind"] == "RayCluster"] for values in (VALUES, EITHER)
+    )
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
     names = {
         f"{NAME}-tandem-valkey": f"{net}.2",
@@ -51,12 +58,12 @@ def start(folder: Path) -> Iterator[Start]:
     with ExitStack() as stack:
         count = 0
 
-        def begin(component: str, suffix: str = "0", container: str | None = None) -> Pod:
+        def begin(component: str, suffix: str = "0", container: str | None = None, of: Document = VALUES) -> Pod:
             nonlocal count
             count += 1
             ip = fixed.setdefault(f"{component}-{suffix}", fixed.get(component, f"{net}.{count + 10}"))
             name = f"{component}-{suffix}-{count}"
-            rayed = kuberay.templates(cluster, gcs, free_port())
+            rayed = kuberay.templates(cluster if of is VALUES else upgraded, gcs, free_port())
             template = rayed.get(component) or templates[component]
             pod = Pod(documents, template, name, ip, names, folder, container)
             stack.callback(end, pod)
@@ -87,6 +94,39 @@ def said(folder: Path) -> str:
     )
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def load(client: Client, expected: list[int]) -> Iterator[list[str]]:
+    """Streams inside the block, which begins when each worker has some: why an attempt of one that has ended was not
+    its last, other than that its worker drained and took it no more. Fails if a stream does, or has other tokens."""
+    again: list[str] = []
+    ended, stop = threading.Semaphore(0), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            answer = client.generate(PROMPT, max_tokens=len(expected), ignore_eos=True, timeout=SOON_S)
+            assert answer.token_ids == expected
+            ended.release()
+            notes = [note for note in answer.receipt.notes if note.startswith("attempt ")]
+            again.extend(note for note in notes if not note.endswith("is draining; place the request elsewhere"))
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        running = [pool.submit(run) for _ in range(STREAMS)]
+        try:
+            assert all(ended.acquire(timeout=SOON_S) for _ in range(STREAMS))
+            yield again
+        finally:
+            stop.set()
+        for one in running:
+            one.result(SOON_S)
+
+
 def when(client: Client, wanted: dict[str, str]) -> None:
     """Returns when the workers and their hosts are these."""
     deadline = time.monotonic() + SOON_S
@@ -105,8 +145,13 @@ def when(client: Client, wanted: dict[str, str]) -> None:
 @pytest.mark.timeout(400)
 def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, folder: Path) -> None:
     """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` wants more of them. The
-    head and the driver are lost in the middle of a stream and come back: no token is lost, no worker starts again, and
-    scaling goes on."""
+    head and the driver are lost in the middle of a stream and come back: no token is lost, no worker starts again.
+
+    Then a pod is deleted under load: its worker drains, so that no request is computed again, its node ends by itself,
+    and another worker starts in the next pod. The control: a pod that is lost costs its requests a second attempt.
+
+    At last an upgrade lets pods serve either pool: a worker in such a pod changes its pool with its process, and one in
+    an older pod does not."""
     start("valkey").wait_ready()
     head = start("head", container="head")
     head.wait_ready(SOON_S)
@@ -123,17 +168,17 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         workers = {"prefill-0": nodes["prefill"].ip, "decode-0": nodes["decode"].ip}
         when(client, workers)
-        before = {one.worker_id: one.incarnation for one in client.workers().workers}
         expected = client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids
-        client.scale(prefill=2)
-        second = start("prefill", "1")
-        when(client, workers | {"prefill-1": second.ip})
+        client.scale(decode=2)
+        nodes["decode-1"] = start("decode", "1")
+        when(client, workers | {"decode-1": nodes["decode-1"].ip})
+        before = {one.worker_id: one.incarnation for one in client.workers().workers}
         tokens: list[int] = []
-        lost = threading.Event()
+        head_lost = threading.Event()
         for piece in client.stream(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S):
             tokens += piece.token_ids
-            if not lost.is_set():
-                lost.set()
+            if not head_lost.is_set():
+                head_lost.set()
                 end(head)
                 end(driver)
         assert tokens == expected
@@ -142,11 +187,29 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         head.wait_ready(SOON_S)
         driver = start("head", container="driver")
         driver.process.wait_for("ready")
-        client.scale(prefill=1)
-        when(client, workers)
         after = {one.worker_id: one.incarnation for one in client.workers().workers}
         assert after == before
-        assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
+        leaves = nodes["decode-1"]
+        with load(client, expected) as again:
+            hook = leaves.delete()
+            assert hook.popen.wait(leaves.spec["terminationGracePeriodSeconds"]) == 0, hook.text()
+            leaves.terminate()
+            leaves.ended()
+        assert again == []
+        lost = start("decode", "2")
+        when(client, workers | {"decode-2": lost.ip})
+        with load(client, expected) as again:
+            end(lost)
+            until(lambda: bool(again))
         driver.terminate()
         assert driver.process.popen.wait(SOON_S) == 0
         when(client, workers)  # the end of the driver ends nothing
+        driver = start("head", container="driver", of=EITHER)
+        driver.process.wait_for("ready")
+        either = start("decode", "3", of=EITHER)
+        when(client, workers | {"decode-1": either.ip})
+        process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
+        client.scale(prefill=2, decode=1)
+        when(client, workers | {"prefill-1": either.ip})
+        assert {one.worker_id: one.pid for one in client.workers().workers}["prefill-1"] == process
+        assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected

@@ -10,7 +10,8 @@ import yaml
 from helm_python.errors import HelmError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.state.pool_objects import PREFIX
+from cluster.kuberay.driver import EITHER_POOL
+from cluster.kuberay.pool_objects import PREFIX
 from services import pod_launch
 from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
@@ -51,6 +52,8 @@ OF_A_RELEASE: dict[str, Values] = {
     "no-network-policy": {"networkPolicy": {"enabled": False}},
     "monitoring": {"prometheus": {"podMonitor": True, "rules": True, "dashboards": True}},
     "budgets": {"router": {"pdb": {"minAvailable": 1}}, "pools": {"decode": {"pdb": {"minAvailable": 2}}}},
+    "routers-scaled": {"router": {"autoscaling": {"kind": "hpa", "max": 20}}},
+    "valkey-pod": {"valkey": {**OF_A_POD["place"], **OF_A_POD["annotations"], **OF_A_POD["labels"], "affinity": {}}},
     "no-volume": {"valkey": {"storage": "", "maxmemory": "100mb"}},
     "own-registry": {"valkey": {"enabled": False}, "redis": {"secret": "r"}},
     "rdma": {"pools": {"prefill": {"rdma": {"count": 1}}, "decode": {"rdma": {"count": 2}}}, "ucx": {"UCX_TLS": "rc"}},
@@ -58,7 +61,11 @@ OF_A_RELEASE: dict[str, Values] = {
         "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}]
     },
 }
-KEDA = {"kind": "keda", "min": 2, "max": 9}
+CRON = {
+    "type": "cron",
+    "metadata": {"timezone": "UTC", "start": "0 8 * * *", "end": "0 9 * * *", "desiredReplicas": "4"},
+}
+KEDA = {"kind": "keda", "min": 2, "max": 9, "triggers": [CRON]}
 TANDEM = {"kind": "tandem", "min": 2, "max": 9}
 OF_A_RELEASE |= {
     "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
@@ -75,6 +82,7 @@ ONLY_KUBERNETES: dict[str, Values] = {
 ONLY_RAY: dict[str, Values] = {
     "one-scaled": {"pools": {"decode": {"autoscaling": TANDEM}}},
     "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
+    "either-pool": {"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": TANDEM}}},
 }
 
 
@@ -172,6 +180,36 @@ def test_addresses_of_the_other_family() -> None:
     documents = render({**example("laptop"), "ip_family": "IPv6"})
     assert {values_of(documents, component)["TANDEM_HOST"] for component in ("router", "prefill", "decode")} == {"::"}
     assert "0.0.0.0" not in json.dumps(documents)
+
+
+def test_routers_can_follow_their_cpu() -> None:
+    """Then an HPA owns their number, and Helm writes none. The control: without it the Deployment has its own."""
+    plain, scaled = (
+        render(merged(example("laptop"), {"router": {"autoscaling": {"kind": kind, "max": 20}}}))
+        for kind in ("none", "hpa")
+    )
+    assert named(plain, "Deployment", "-router")["spec"]["replicas"] == 1
+    assert not [one for one in plain if one["kind"] == "HorizontalPodAutoscaler"]
+    router = named(scaled, "Deployment", "-router")
+    assert "replicas" not in router["spec"]
+    requested = router["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert "cpu" in requested  # of which the target is a share
+    hpa = named(scaled, "HorizontalPodAutoscaler", "-router")["spec"]
+    assert hpa["scaleTargetRef"]["name"] == router["metadata"]["name"]
+    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (2, 20)
+
+
+def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
+    """The pool's own signals stay; Valkey and the test's pod run where the site's nodes admit them."""
+    place = OF_A_POD["place"]
+    values = {"settings": {"model": "m"}, "prometheus": {"url": "http://p"}, "valkey": place, "router": place}
+    documents = render({**values, "pools": {"decode": {"autoscaling": KEDA}}})
+    triggers = named(documents, "ScaledObject", "-decode")["spec"]["triggers"]
+    assert [one["type"] for one in triggers] == ["prometheus", "prometheus", "cron"]
+    valkey = named(documents, "StatefulSet", "-valkey")["spec"]["template"]["spec"]
+    (test,) = [one["spec"] for one in documents if one["kind"] == "Pod"]
+    for spec in (valkey, test):
+        assert {name: spec[name] for name in place} == place
 
 
 def test_an_image_can_be_named_by_its_digest() -> None:
@@ -305,6 +343,22 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
     assert plain_size["spec"]["replicas"] == 1
 
 
+def test_pods_of_either_group_may_serve_either_pool() -> None:
+    """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay: KubeRay cannot remove
+    one. The control: without it a pod offers its own pool."""
+    values: Values = {"settings": {"model": "m"}}
+    for switches in (True, False):
+        cluster = ray_cluster(merged(values, {"ray": {"switch_roles": switches}}))
+        found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
+        types = found["available_node_types"]
+        assert set(types) == {"headgroup", "prefill", "decode"}
+        for pool, other in (("prefill", "decode"), ("decode", "prefill")):
+            offered = types[pool]["resources"]
+            assert (offered.get(pool), offered.get(other), offered.get("GPU")) == (1, 1 if switches else None, 1)
+        driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][1]["env"]
+        assert (EITHER_POOL in {one["name"] for one in driver}) == switches
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
@@ -312,6 +366,10 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
         ({"orchestrator": "kubernetes", "pools": {"decode": {"autoscaling": {"kind": "tandem"}}}}, "orchestrator: ray"),
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
         ({"orchestrator": "slurm"}, "orchestrator"),
+        ({"orchestrator": "kubernetes", "ray": {"switch_roles": True}}, "orchestrator: ray"),
+        ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
+        ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
+        ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
     ],
 )
 def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:

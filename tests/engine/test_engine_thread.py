@@ -31,7 +31,7 @@ from tandem.errors import StepFailed, Unavailable
 # The parts of an engine that the loop reads.
 NO_MASKS = SimpleNamespace(waits=0)
 IDLE: Any = SimpleNamespace(
-    scheduler=SimpleNamespace(has_work=False), plan=[], retries=[], masks=NO_MASKS, speculation=None
+    scheduler=SimpleNamespace(has_work=False), plan=[], retries=[], masks=NO_MASKS, speculation=None, ranks=None
 )
 
 
@@ -211,6 +211,7 @@ async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> Non
         streams=1,
         masks=masks,
         speculation=None,
+        ranks=None,
         model=SimpleNamespace(latent=False),
     )
     loop = EngineThread(lambda: engine)
@@ -238,6 +239,7 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
         plan=[Chunk(SimpleNamespace(id="mine"), 1)],  # type: ignore[arg-type]
         scheduler=SimpleNamespace(has_work=False),
         masks=NO_MASKS,
+        ranks=None,
     )
     loop = EngineThread(lambda: engine)
     await loop.built()

@@ -423,14 +423,14 @@ def test_freed_memory_goes_back() -> None:
     """A start frees as much as the model has, in pieces that glibc would keep."""
     code = """
 import psutil, torch
-from engine import builder
+from engine.loading import model_loader
 resident = lambda: psutil.Process().memory_info().rss >> 20
 torch.ones(7 << 20)  # freed: pieces of less than 28 MiB lie in the heap from now on
 pieces = [torch.ones(2 << 20) for _ in range(20)]
 last = pieces.pop()  # holds the end of the heap
 del pieces
 before = resident()
-builder._return_memory()
+model_loader._return_memory()
 print(before - resident())
 """
     done = subprocess.run(

@@ -18,6 +18,7 @@ import engine.builder
 import services.router.server
 import services.watchdog
 import services.worker
+from cluster.state import redis_store
 from cluster.state.embedded_valkey import EmbeddedValkey
 from kvtransfer.sender import Sender
 from kvtransfer.types import Ticket
@@ -111,6 +112,8 @@ def loaded() -> LoadedModels:
 
 # For tests whose promise depends on what the transport does: over one that reads, and one in which both sides act.
 both_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl"])
+# The promises themselves also where a worker has NIXL and Gloo, and each pair uses one of them.
+all_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl", "auto"])
 
 
 @pytest.fixture
@@ -171,6 +174,7 @@ def inside(
         # The test's own computing shares the event loop, which a worker's process has to itself.
         for module in (services.worker, services.router.server):
             monkeypatch.setattr(module, "MAX_LOOP_BLOCKED_S", 300.0)
+        monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 30.0)
         async with AsyncExitStack() as stack:
             cluster = Inside(Settings(**given), stack)
             cluster.exits = exits

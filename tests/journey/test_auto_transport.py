@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvtransfer.backends.nixl_transport import NixlTransport
 from services.router.routing import request_scheduler
 from tandem.errors import TransferFailed
 from tests.support import oracle
+from tests.support.stopwatch import Stopwatch
 
 NEW = 16
 
@@ -61,3 +63,38 @@ async def test_a_pair_whose_nixl_fails_goes_on_over_the_other_transport(
             assert done.receipt.path == "local"
         await cluster.freed()
         assert await cluster.ledgers_balance()
+
+
+async def test_pairs_that_change_their_transport_under_load_lose_no_request(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL's reads from one of two sources fail: its pairs go over to Gloo while requests run, and each
+    request has its own tokens."""
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)
+    read = NixlTransport.read
+
+    async def from_one_only(self: NixlTransport, peer: Any, *given: Any, **named: Any) -> Any:
+        if peer.worker_id == "prefill-0":
+            raise TransferFailed("injected: nothing arrives by NIXL")
+        return await read(self, peer, *given, **named)
+
+    used: set[tuple[str, str]] = set()
+    async with inside(transport="auto", prefill=2, decode=2) as cluster:
+        monkeypatch.setattr(NixlTransport, "read", from_one_only)
+        async with asyncio.timeout(30):
+            for seed in count():
+                prompts = oracle.prompts(tiny, [40, 41, 42, 43, 44, 45], seed)  # which no worker has in its cache
+                done = await asyncio.gather(
+                    *(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True) for prompt in prompts)
+                )
+                assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, NEW) for prompt in prompts]
+                moved = [one.receipt for one in done if one.receipt.transfer.blocks]
+                used |= {(one.prefill_worker, one.transfer.transport.partition(":")[0]) for one in moved}
+                if {source for source, _ in used} == {"prefill-0", "prefill-1"}:
+                    break
+        assert ("prefill-0", "nixl") not in used
+        await cluster.freed(5.0)
+        watch = Stopwatch()
+        while not await cluster.ledgers_balance():  # a source that failed is verified in the background
+            assert watch.within(5.0)
+            await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ from services.grpc_server import Channels
 from tandem.errors import StaleTransfer, TransferFailed, Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
-from tests.journey.conftest import both_transports
+from tests.journey.conftest import all_transports, both_transports
 from tests.journey.test_forged import prefill
 from tests.journey.test_requests import until
 from tests.support import oracle
@@ -121,7 +121,7 @@ async def test_blocks_are_announced_while_later_ones_are_computed(
             stream.cancel()
 
 
-@both_transports
+@all_transports
 async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any, tiny: Path) -> None:
     """A transfer that fails once costs neither the prefill nor an attempt of the request."""
     failed: list[int] = []
@@ -140,7 +140,7 @@ async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any,
         assert await cluster.ledgers_balance()
 
 
-@both_transports
+@all_transports
 async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any, tiny: Path) -> None:
     """A block whose bytes changed on the way is discarded; the second attempt gives the right tokens."""
     harms: dict[str, Harm] = {}
@@ -154,7 +154,7 @@ async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any,
         assert await cluster.ledgers_balance()
 
 
-@both_transports
+@all_transports
 async def test_control_without_the_digest_the_corruption_goes_through(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +205,7 @@ async def reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
         source.engine.pages.buffer[blocks] = 0x41
 
 
-@both_transports
+@all_transports
 @pytest.mark.parametrize("overwrite", [True, False])
 async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
     inside: Any, tiny: Path, overwrite: bool, books: list[Sender]
@@ -230,7 +230,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
-@both_transports
+@all_transports
 async def test_control_without_the_fence_given_up_blocks_are_used(
     inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +305,7 @@ async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_reque
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
-@both_transports
+@all_transports
 async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: Any, tiny: Path) -> None:
     """A request that names the old incarnation, sent to where the new one lives, gets no token."""
     prompt = oracle.prompts(tiny, [50])[0]

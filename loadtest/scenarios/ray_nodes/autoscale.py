@@ -32,7 +32,7 @@ HEAD_ID = "f" * 51 + "00000"  # as Ray's provider calls the head
 # Under the provider's own name Ray would look for a file of defaults, which its wheel does not have.
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
-DRIVER = f"import sys; from cluster.driver import main; sys.exit(main({LAUNCHER!r}))"
+DRIVER = f"import sys; from cluster.kuberay.driver import main; sys.exit(main({LAUNCHER!r}))"
 COUNT = "import os, ray; ray.init(address=os.environ['TANDEM_RAY_ADDRESS'], log_to_driver=False, logging_level='ERROR', _node_ip_address=os.environ['HERE']); print(sum(node['Alive'] for node in ray.nodes()))"  # fmt: skip  # noqa: E501
 ONE, TWO = {"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 2}
 STREAMS = 8

@@ -244,7 +244,7 @@ def _unlike_orders(gave: Iterable[Placement]) -> str:
     names = ", ".join(f"{worker_id} {order}" for worker_id, order in orders.items())
     return (
         f"its workers sum in different orders ({names}): with one order it might have other, equally valid tokens; the"
-        " setting sum_order makes workers agree"
+        " setting sum_order, and equal sizes (--tp), make workers agree"
     )
 
 

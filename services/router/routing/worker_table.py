@@ -160,6 +160,7 @@ class WorkerTable:
             local.last_used,
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
+            record.state_blocks,
         )
 
     def _of(self, worker: WorkerSnapshot) -> _LocalChanges:

@@ -137,6 +137,7 @@ spec:
 
 {{- /* What sizes a pool: an HPA or KEDA. Of several signals the one that wants most wins. */}}
 {{- define "tandem.pool.scaler" -}}
+{{- if and .of.triggers (ne .of.kind "keda") }}{{ fail (printf "pools.%s.autoscaling.triggers: are KEDA's, kind is %s" .component .of.kind) }}{{ end }}
 {{- $signals := get (dict "prefill" (list "tandem_prefill_backlog_seconds") "decode" (list "tandem_kv_cache_usage_ratio" "tandem_places_usage_ratio")) .component }}
 {{- if eq .of.kind "hpa" }}
 apiVersion: autoscaling/v2
@@ -181,6 +182,7 @@ spec:
         threshold: {{ toJson $.of.target | quote }}
         ignoreNullValues: "false"
     {{- end }}
+    {{- with .of.triggers }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- else }}
 {{- fail (printf "pools.%s.autoscaling.kind: tandem needs orchestrator: ray; hpa and keda scale Deployments" .component) }}
 {{- end }}

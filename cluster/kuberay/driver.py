@@ -1,4 +1,4 @@
-"""`python -m cluster.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
+"""`python -m cluster.kuberay.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
 
     no supervisor                ─▶ start one: a detached actor on the head's node
     one with these settings      ─▶ follow it
@@ -26,10 +26,10 @@ from typing import Any
 
 import ray
 
+from cluster.kuberay.pool_objects import PREFIX, Api, PoolObjects
 from cluster.placement import Placement
 from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
 from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
-from cluster.state.pool_objects import PREFIX, Api, PoolObjects
 from cluster.state.registry import Registry
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError, TandemError, Unavailable
@@ -38,6 +38,7 @@ from tandem.settings import Settings
 LAUNCHER = "services.pod_launch"
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
 OF_THIS_POD = {"advertise_host", "ray_address"}
+EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster serve either pool
 
 
 def main(launcher: str = LAUNCHER) -> int:
@@ -75,7 +76,8 @@ async def _want(settings: Settings) -> None:
 def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     """The supervisor with these settings; all others of this cluster are ended, without their workers."""
     base = _supervisor_name(settings.cluster)
-    described = settings.model_dump_json(exclude=OF_THIS_POD)
+    placement = Placement(home="", pools_only=True, either_pool=bool(os.environ.get(EITHER_POOL)))
+    described = settings.model_dump_json(exclude=OF_THIS_POD) + str(placement)
     name = f"{base}/{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     for other in _our_actors(f"{base}/"):
         if other != name:
@@ -90,7 +92,6 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         max_restarts=-1,
         max_task_retries=-1,
     )
-    placement = Placement(home="", pools_only=True)
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
 
 

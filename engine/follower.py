@@ -1,0 +1,100 @@
+"""A rank of a worker other than rank 0: loads its part of the model and runs the steps that rank 0 sends.
+
+    python -m engine.follower CONNECTION MEMORY RANK SIZE      two open files of rank 0 (engine/parallel/leader.py)
+
+It ends when rank 0's process ends, closes the connection, or breaks the group. It has no network and no sampling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from engine import kernels
+from engine.kv.kv_cache import KvCache
+from engine.loading.model_loader import load_model
+from engine.parallel import rank_messages
+from engine.parallel.rank_group import RankGroup, mapped
+from engine.parallel.rank_messages import FAILED, FREE, LOAD, PAGES, READY, STEP
+from engine.runner.model_runner import ModelRunner
+from tandem.errors import TandemError
+
+PR_SET_PDEATHSIG = 1
+CPU = torch.device("cpu")
+
+log = logging.getLogger(__name__)
+
+
+def end_with_parent() -> None:
+    """SIGKILL for this process when rank 0's engine ends, also if this one is stopped. An end that is asked of all
+    processes of a terminal is for rank 0 to make."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def prepare(options: dict[str, Any]) -> dict[str, Any]:
+    """This process's threads and operators; returns what load_model is to be given. Raises SettingsError."""
+    dtype = getattr(torch, options.pop("dtype"))
+    torch.set_num_threads(options.pop("threads"))
+    kernels.use(options.pop("sum_order"), CPU, dtype)
+    return {**options, "dtype": dtype, "device": CPU, "progress": log.debug}
+
+
+def follow(model: ModelRunner, connection: socket.socket) -> None:
+    """Runs steps until the connection ends. Raises RuntimeError when the group breaks."""
+    pages: dict[int, KvCache] = {}
+    while True:
+        kind, content, files = rank_messages.receive(connection)
+        if kind == STEP:
+            number, batch = rank_messages.from_step(content)
+            model.forward(pages[number], batch)
+        elif kind == PAGES:
+            about = rank_messages.from_json(content)
+            layout, count = model.layout(about["block_size"]), about["num_blocks"]
+            memory = mapped(files[0], count * layout.block_bytes)
+            os.close(files[0])
+            pages[about["number"]] = KvCache(layout, count, CPU, facts=model.facts, memory=memory)
+        elif kind == FREE:
+            for number in rank_messages.from_json(content)["numbers"]:
+                del pages[number]
+
+
+def main(connection: socket.socket, memory: int, rank: int, size: int) -> int:
+    """Returns the process's exit status. `memory` is the group's."""
+    connection.settimeout(None)
+    group: RankGroup | None = None
+    try:
+        kind, content, _ = rank_messages.receive(connection)
+        assert kind == LOAD
+        options = prepare(rank_messages.from_json(content))
+        group = RankGroup(rank, size, memory)
+        os.close(memory)
+        model = load_model(**options, group=group)
+        rank_messages.send(connection, READY)
+        follow(model, connection)
+    except EOFError:  # rank 0 has ended, or has ended this rank
+        return 0
+    except Exception as error:
+        if group is not None:
+            group.break_off()
+        log.exception("rank %d of %d ends", rank, size)
+        why = error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        with suppress(OSError):
+            rank_messages.send(connection, FAILED, rank_messages.of_json({"why": why}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format=f"rank {sys.argv[3]}: %(message)s")
+    end_with_parent()
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), *map(int, sys.argv[2:])))

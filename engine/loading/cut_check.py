@@ -1,0 +1,73 @@
+"""The check of a cut at every load: all ranks together against the whole model, on the very weights that will serve.
+
+The self-check compares the paths of what a rank has, and sees nothing of whether the parts make up the model. So rank 0
+runs one prompt through the whole model before it is cut, and all ranks run it afterwards. In float32 the gap between
+the logits, in their standard deviations, must be below the self-check's threshold: a part that is missing, taken twice
+or of other heads gives a gap of order one. In 16 bits the median over the positions is held against twice what rounding
+alone does to this model, as the self-check has it. And all ranks must have the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from engine.attention import implementation
+from engine.loading.self_check import FP32_THRESHOLD, NOISE_CEILING, NOISE_FACTOR, NOISE_FLOOR, perturbed
+from engine.parallel.rank_group import RankGroup
+from tandem.errors import CheckpointRefused
+
+LENGTH = 24  # tokens
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What the whole model says: logits `[LENGTH, vocab]`, and by how much they may differ."""
+
+    logits: torch.Tensor
+    threshold: float
+
+
+def whole(module: PreTrainedModel) -> Whole:
+    """Of a model that is not cut yet."""
+    logits = _logits(module)
+    if logits.dtype == torch.float32 and module.dtype == torch.float32:
+        return Whole(logits, FP32_THRESHOLD)
+    with perturbed(module, module.dtype):
+        noise = _gap(_logits(module), logits, module.dtype)
+    return Whole(logits, min(max(NOISE_FACTOR * noise, NOISE_FLOOR), NOISE_CEILING))
+
+
+def check(module: PreTrainedModel, expected: Whole | None, group: RankGroup) -> str:
+    """Compares the ranks' parts with the whole, which rank 0 has; returns a line. Raises CheckpointRefused on all ranks
+    if they have other bits than each other, on rank 0 if they differ from the whole."""
+    logits = _logits(module)
+    group.agree(xxhash.xxh3_128(logits.numpy().tobytes()).digest(), "logits")
+    if expected is None:
+        return "the ranks have the same bits"
+    gap = _gap(logits, expected.logits, module.dtype)
+    if not gap <= expected.threshold:  # also for NaN
+        raise CheckpointRefused(
+            f"{type(module).__name__} cut for {group.size} ranks differs from the whole model: a gap of {gap:.1e},"
+            f" threshold {expected.threshold:.1g}; serve it by one rank"
+        )
+    return f"the parts make up the model: gap {gap:.1e}, threshold {expected.threshold:.1g}"
+
+
+def _logits(module: PreTrainedModel) -> torch.Tensor:
+    rng = random.Random(3)
+    vocab = module.config.get_text_config().vocab_size
+    ids = torch.tensor([[rng.randrange(vocab) for _ in range(LENGTH)]])
+    implementation.switch(module, "eager")
+    with torch.inference_mode():
+        out: torch.Tensor = module(input_ids=ids, use_cache=False).logits
+    return out[0].float()
+
+
+def _gap(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> float:
+    gaps = (ours - theirs).abs().amax(dim=-1) / theirs.std(dim=-1)
+    return (gaps.max() if dtype == torch.float32 else gaps.median()).item()

@@ -1,0 +1,357 @@
+"""A worker of several ranks computes what one rank computes, refuses what it cannot, and ends when a rank does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import kernels
+from engine.attention.forward_context import Batch
+from engine.builder import build_engine
+from engine.engine import Engine
+from engine.loading import cut_check
+from engine.loading.self_check import pack
+from engine.parallel import leader, rank_messages, weight_cut
+from engine.parallel.rank_group import RankGroup, group_memory
+from engine.parallel.tp_plan import check_plan, check_settings
+from loadtest.harness.random_checkpoints import make_checkpoint
+from planner.capacity import read_shape
+from planner.ranks import of_ranks
+from tandem.errors import CheckpointRefused, SettingsError, TandemError, Unavailable
+from tandem.settings import Settings
+from tests.support.rank_copies import rank_copies
+from tests.support.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.skipif(
+    kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators"
+)
+NEW, BLOCK = 10, 4
+LOST_S = 2.0
+PROMPTS = [[(7 * at + 11 * number) % 384 for at in range(length)] for number, length in enumerate((5, 21, 1, 34))]
+# Name -> shape, changes, ranks: KV heads that are fewer than ranks, an odd number of ranks and a vocabulary that they
+# cannot share, tied embeddings, gathered projections, experts, latents.
+CUTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("tiny-llama", {}, 2),
+    "four ranks, two KV heads": ("tiny-llama", {}, 4),
+    "three ranks": (
+        "tiny-llama",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 385},
+        3,
+    ),
+    "biases": ("tiny-llama", {"attention_bias": True, "mlp_bias": True}, 2),
+    "tied": ("tiny-qwen3", {"tie_word_embeddings": True}, 2),
+    "gemma2": ("tiny-gemma2", {}, 2),
+    "qwen3-moe": ("tiny-qwen3-moe", {}, 2),
+    "phi3": ("tiny-phi3", {}, 2),
+    "deepseek-v3": ("tiny-deepseek-v3", {}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "tiny-llama", dtype="float32")
+
+
+@contextmanager
+def engine_of(folder: Path, ranks: int, **settings: Any) -> Iterator[tuple[Engine, list[Any]]]:
+    """An engine, and the processes of its other ranks."""
+    given: dict[str, Any] = {"kv_blocks": 64, "block_size": BLOCK, "threads": 1, "weight_cache": "off", **settings}
+    with rank_copies() as processes:
+        engine = build_engine(Settings(model=str(folder), device="cpu", **given), lambda line: None, ranks=ranks)
+        try:
+            yield engine, processes
+        finally:
+            engine.model.close()
+
+
+def table(number: int) -> list[int]:
+    return list(range(15 * number, 15 * number + 15))
+
+
+def greedy(engine: Engine) -> list[list[int]]:
+    """What follows each prompt: all in one step at first, then token by token."""
+    tokens = [list(prompt) for prompt in PROMPTS]
+    done = [0] * len(PROMPTS)
+    for _ in range(NEW):
+        step = [(own, at, table(number)) for number, (own, at) in enumerate(zip(tokens, done, strict=True))]
+        for number, row in enumerate(engine.model.forward(engine.pages, pack(step))):
+            done[number] = len(tokens[number])
+            tokens[number].append(int(row.argmax()))
+    return [own[len(prompt) :] for own, prompt in zip(tokens, PROMPTS, strict=True)]
+
+
+def by_transformers(folder: Path) -> list[list[int]]:
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+def random_biases(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    biases = {name: torch.randn_like(each) for name, each in tensors.items() if name.endswith("bias")}
+    assert biases
+    save_file(tensors | biases, file, {"format": "pt"})
+
+
+# ---- what they compute
+
+
+@pytest.mark.parametrize("cut", list(CUTS))
+def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path) -> None:
+    """In float32, whatever is cut and whatever stays whole; by the recorded forward where one rank has it. The planner
+    knows the bytes of its weights."""
+    shape, changes, ranks = CUTS[cut]
+    make_checkpoint(tmp_path, shape, dtype="float32", **changes)
+    if cut == "biases":
+        random_biases(tmp_path)
+    expected = by_transformers(tmp_path)
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    planned = of_ranks(read_shape(tmp_path), tmp_path, ranks)
+    with engine_of(tmp_path, ranks) as (engine, _):
+        assert greedy(engine) == expected
+        assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
+        assert engine.model.recorded is not None or engine.model.latent
+        assert engine.model.sum_order.endswith(f"x{ranks}")
+        assert engine.decode is None
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_wrong_cut_is_refused_at_load(tiny: Path, checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes other columns of one product. In the control, without the check of the cut, it serves other tokens:
+    self-checks see the path and not the cut."""
+    part = weight_cut._part
+
+    def wrong(weight: torch.Tensor, dim: int, group: RankGroup, name: str) -> torch.Tensor:
+        if name == "model.layers.1.self_attn.o_proj":
+            weight = weight.flip(dim)
+        return part(weight, dim, group, name)
+
+    monkeypatch.setattr(weight_cut, "_part", wrong)
+    if checked:
+        with pytest.raises(CheckpointRefused, match="differs from the whole model"), engine_of(tiny, 2):
+            pass
+        return
+    monkeypatch.setattr(cut_check, "_gap", lambda *_: 0.0)
+    with engine_of(tiny, 2) as (engine, _):
+        assert greedy(engine) != by_transformers(tiny)
+
+
+def test_the_cut_is_checked_in_bfloat16(tmp_path: Path) -> None:
+    """Against what rounding does to the model."""
+    make_checkpoint(tmp_path, "tiny-qwen3-moe", dtype="bfloat16")
+    with engine_of(tmp_path, 2, dtype="bfloat16") as (engine, _):
+        assert engine.model.dtype == torch.bfloat16
+        assert greedy(engine)
+
+
+def test_a_tokens_bits_and_a_block_do_not_depend_on_company_nor_on_ranks(tiny: Path) -> None:
+    """Logits of a prompt alone, in chunks and with others are equal to the bit; KV is that of one rank up to rounding,
+    at the same places of the same layout."""
+    prompt = PROMPTS[3]
+    others = [(PROMPTS[number], 0, table(number)) for number in (0, 1)]
+    with engine_of(tiny, 1) as (one, _):
+        one.model.forward(one.pages, pack([(prompt, 0, table(2))]))
+        layout, kv = one.pages.layout, one.pages.buffer[table(2)].view(torch.float32).clone()
+    with engine_of(tiny, 2) as (engine, _):
+        alone = engine.model.forward(engine.pages, pack([(prompt, 0, table(2))]))
+        ours = engine.pages.buffer[table(2)].view(torch.float32).clone()
+        engine.model.forward(engine.pages, pack([(prompt[:13], 0, table(2)), *others]))
+        chunked = engine.model.forward(engine.pages, pack([*others, (prompt, 13, table(2))]))
+        assert torch.equal(alone[0], chunked[2])
+        assert torch.equal(ours, engine.pages.buffer[table(2)].view(torch.float32))
+    assert engine.pages.layout == layout
+    assert torch.allclose(ours, kv, atol=1e-4)
+    assert kv.abs().max() > 0.1
+
+
+# ---- the group
+
+
+@contextmanager
+def group_of(size: int) -> Iterator[list[RankGroup]]:
+    """Groups of one process, whose ranks are threads."""
+    memory = group_memory(size)
+    groups = [RankGroup(rank, size, memory) for rank in range(size)]
+    os.close(memory)
+    yield groups
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_have_one_order_whatever_the_rows(size: int, dtype: torch.dtype) -> None:
+    """All ranks get the same bits, those of a sum in the order of ranks in float32, for one row and for many, of which
+    some lie in another piece of the shared memory; parts side by side are in the order of ranks."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(301, 640, generator=generator).to(dtype) for _ in range(size)]
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    with group_of(size) as groups, ThreadPoolExecutor(size) as pool:
+
+        def each(what: Any) -> list[torch.Tensor]:
+            return list(pool.map(what, groups, parts))
+
+        for rows in (slice(0, 301), slice(299, 300), slice(0, 0)):
+            for out in each(lambda group, part, rows=rows: group.all_reduce(part[rows], 1)):
+                assert torch.equal(out, expected[rows].to(dtype))
+        for out in each(lambda group, part: group.all_gather(part, 2)):
+            assert torch.equal(out, torch.cat(parts, -1))
+
+
+def test_ranks_that_have_lost_step_add_nothing() -> None:
+    """One is at another call of the forward than the other: the call fails, and so does every later one, of both."""
+    with group_of(2) as (first, second), ThreadPoolExecutor(2) as pool:
+        x = torch.ones(4)
+        calls = [pool.submit(first.all_reduce, x, 1), pool.submit(second.all_reduce, x, 2)]
+        assert "lost step" in str(calls[1].exception())
+        assert calls[0].exception() is not None
+        later = [pool.submit(group.all_reduce, x, 3) for group in (first, second)]
+        assert all(call.exception() is not None for call in later)
+
+
+def test_a_step_is_the_same_after_its_way() -> None:
+    """Batches of any shape: chunks, single tokens, wanted logits or none."""
+    rng = random.Random(0)
+    for _ in range(50):
+        batch = Batch()
+        for _ in range(rng.randint(1, 9)):
+            done, new = rng.randint(0, 40), rng.randint(1, 9)
+            blocks = [rng.randrange(1 << 40) for _ in range(-(-(done + new) // BLOCK) + rng.randint(0, 2))]
+            batch.add([rng.randrange(1 << 20) for _ in range(new)], done, blocks, range(rng.randint(0, new)))
+        assert rank_messages.from_step(rank_messages.of_step(7, batch)) == (7, batch)
+
+
+# ---- their end
+
+
+def shared_memory() -> list[str]:
+    """Of this process, by its mappings and open files."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "tandem-ranks" in line]
+    return maps + [str(file) for file in Path("/proc/self/fd").iterdir() if "tandem-ranks" in os.path.realpath(file)]
+
+
+def test_an_orderly_end_leaves_nothing(tiny: Path) -> None:
+    """No process and no memory, and ranks end by themselves."""
+    gc.collect()  # of earlier tests
+    before = shared_memory()
+    with engine_of(tiny, 2) as (engine, processes):
+        greedy(engine)
+        assert len(shared_memory()) > len(before)
+        engine.model.close()
+        assert [process.wait(LOST_S) for process in processes] == [0]
+    del engine
+    gc.collect()
+    assert shared_memory() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_dies_or_stops_ends_the_group(tiny: Path, number: signal.Signals, busy: bool) -> None:
+    """Within two seconds, in a step and between steps; the next step raises, and nothing is left behind."""
+    with engine_of(tiny, 2) as (engine, processes):
+        assert engine.model.ranks is not None
+        lost: Queue[TandemError] = Queue()
+        engine.model.ranks.on_lost = lost.put
+        step = pack([(PROMPTS[0], 0, table(0))])
+        engine.model.forward(engine.pages, step)
+        watch = Stopwatch()
+        processes[0].send_signal(number)
+        if busy:
+            with pytest.raises(Unavailable, match="a rank of this worker is lost"):
+                while watch.within(2 * LOST_S):
+                    engine.model.forward(engine.pages, step)
+        assert lost.get(timeout=10).reason == "RANK_LOST"
+        assert watch.within(LOST_S)
+        with pytest.raises(Unavailable):
+            engine.model.forward(engine.pages, step)
+        engine.model.close()
+        assert processes[0].poll() == -signal.SIGKILL
+
+
+def test_an_error_of_rank_0_in_a_step_ends_the_group(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of that step, so no smaller one can be tried."""
+    with engine_of(tiny, 2) as (engine, _):
+        monkeypatch.setattr(engine.model, "run", lambda *_: 1 / 0)
+        step = pack([(PROMPTS[0], 0, table(0))])
+        with pytest.raises(Unavailable, match="division by zero"):
+            engine.model.forward(engine.pages, step)
+        monkeypatch.undo()
+        with pytest.raises(Unavailable):
+            engine.model.forward(engine.pages, step)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "ranks", "why"),
+    [
+        ("tiny-opt", {}, 2, "no plan to cut opt"),
+        ("tiny-llama", {}, 3, "4 attention heads cannot be shared by 3 ranks"),
+        ("tiny-llama", {"hidden_size": 96, "num_attention_heads": 6}, 3, "2 KV heads"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(
+    shape: str, changes: dict[str, Any], ranks: int, why: str, tmp_path: Path
+) -> None:
+    """With the reason; by its config before a process is started or a weight read."""
+    make_checkpoint(tmp_path, shape, dtype="float32", **changes)
+    with pytest.raises(CheckpointRefused, match=why), engine_of(tmp_path, ranks):
+        pass
+
+
+def test_layers_that_keep_other_state_are_refused() -> None:
+    """Which is no part of the blocks that ranks share."""
+    with pytest.raises(CheckpointRefused, match="layers of type linear_attention"):
+        check_plan(AutoConfig.for_model("qwen3_next"), 2)
+
+
+def test_a_model_without_a_plan_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config says enough."""
+    make_checkpoint(tmp_path, "tiny-gpt2", dtype="float32")
+    monkeypatch.setattr(leader, "start_rank", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(CheckpointRefused, match="no plan to cut gpt2"):
+        build_engine(Settings(model=str(tmp_path), device="cpu"), lambda line: None, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"weights": "int8"}, "weights is int8"),
+        ({"kv_dtype": "int8"}, "kv_dtype is int8"),
+        ({"adapters": {"a": "b"}}, "adapters is"),
+        ({"adapter_root": Path("/")}, "adapter_root is /"),
+        ({"speculation": "draft", "draft_model": "d"}, "draft_model is d"),
+        ({"weight_cache": "/tmp"}, "weight_cache is /tmp"),
+        ({"autoscale": "on", "prefill_max": 2, "decode_max": 2, "prefill_tp": 2}, "workers change pools"),
+    ],
+)
+def test_what_ranks_do_not_serve_is_refused_by_name(
+    tiny: Path, changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a process is started."""
+    monkeypatch.setattr(leader, "start_rank", lambda *_: pytest.fail("a process was started"))
+    settings = Settings(model=str(tiny), device="cpu", **changes)
+    with pytest.raises(SettingsError, match=why):
+        build_engine(settings, lambda line: None, ranks=2)
+    with pytest.raises(SettingsError, match="on CPU only"):
+        check_settings(Settings(model="m"), 2, "cuda")
+    check_settings(Settings(model="m", prefill_tp=2, decode_tp=4), 2, "cpu")
