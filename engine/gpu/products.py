@@ -126,7 +126,11 @@ def siblings(
     weight, bias = joined(weights), joined(biases)
     if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
         return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
-    flat = linear(x, weight, bias, widths=n)
+    return _apart(x, linear(x, weight, bias, widths=n), n)
+
+
+def _apart(x: torch.Tensor, flat: torch.Tensor, n: Sequence[int]) -> list[torch.Tensor]:
+    """The outputs `[..., width]` that lie one after the other in `flat`."""
     sizes = [flat.numel() // sum(n) * width for width in n]
     return [part.view(*x.shape[:-1], width) for part, width in zip(torch.split(flat, sizes), n, strict=True)]
 
@@ -166,6 +170,35 @@ def over_codes(
     assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
     kept = codes.view(torch.int8) if format == "int8" else codes
     return linear(x, kept, bias, beside, Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+@operator(
+    "linears_codes(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] biases, int[] n, int k,"
+    " int group, int depth, str format) -> Tensor[]"
+)
+def siblings_over_codes(
+    x: torch.Tensor,
+    codes: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    zeros: list[torch.Tensor | None],
+    biases: list[torch.Tensor | None],
+    n: list[int],
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+) -> list[torch.Tensor]:
+    lists = [joined(parts) for parts in (codes, scales, zeros, biases)]
+    whole, scale, zero, bias = lists
+    apart = any(
+        one is None and any(part is not None for part in parts)
+        for one, parts in zip(lists, (codes, scales, zeros, biases), strict=True)
+    )
+    if len(n) > 3 or whole is None or scale is None or apart:
+        each = zip(codes, scales, zeros, biases, n, strict=True)
+        return [over_codes(x, *one, k, group, depth, format) for one in each]
+    kept = whole.view(torch.int8) if format == "int8" else whole
+    return _apart(x, linear(x, kept, bias, None, Scaled(scale, zero, group, FORMATS[format], depth), n), n)
 
 
 @operator(

@@ -176,14 +176,13 @@ def _sums(graph: Graph, ops: str) -> None:
 
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _BIAS = torch._C.OptionalType(_TENSOR)
-# Linear layers: which inputs become lists where there are several of them, and which is their k.
-_LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], int]] = {
-    "tandem::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
-    "tandem::linear_codes": (
-        ((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, torch._C.StringType.get())),
-        5,
-    ),
-    "tandem_gpu::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
+_STRING = torch._C.StringType.get()
+# Linear layers: which inputs become lists where there are several of them, and which are the same for all: k first.
+_LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], tuple[int, ...]]] = {
+    "tandem::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), (4,)),
+    "tandem::linear_codes": (((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, _STRING)), (5,)),
+    "tandem_gpu::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), (4,)),
+    "tandem_gpu::linear_codes": (((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _BIAS), (5, _INT)), (6, 7, 8, 9)),
 }
 
 
@@ -193,17 +192,18 @@ def _several(kind: str) -> str:
 
 def _siblings(graph: Graph, ops: str) -> None:
     """Linear layers of the same rows, all in the place of the first: their other inputs are constants."""
-    groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for kind in (kind for kind in _LINEARS if kind.startswith(f"{ops}::")):
         for node in graph.findAllNodes(kind):
             if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
-                groups[kind, node.inputsAt(0).debugName()].append(node)
-    for (kind, _), nodes in groups.items():
+                same = (node.inputsAt(at).toIValue() for at in _LINEARS[kind][1])
+                groups[kind, node.inputsAt(0).debugName(), *same].append(node)
+    for (kind, *_), nodes in groups.items():
         if len(nodes) == 1:
             continue
-        first, (lists_of, k) = nodes[0], _LINEARS[kind]
+        first, (lists_of, rest) = nodes[0], _LINEARS[kind]
         lists = [_list_of(graph, first, [node.inputsAt(at) for node in nodes], of) for at, of in lists_of]
-        together = graph.create(_several(kind), [first.inputsAt(0), *lists, first.inputsAt(k)], 1)
+        together = graph.create(_several(kind), [first.inputsAt(0), *lists, *map(first.inputsAt, rest)], 1)
         together.insertBefore(first)
         together.output().setType(torch._C.ListType.ofTensors())
         apart = graph.create("prim::ListUnpack", [together.output()], len(nodes))
@@ -213,20 +213,18 @@ def _siblings(graph: Graph, ops: str) -> None:
             node.output().replaceAllUsesWith(output)
 
 
-def place_together(graph: Graph, module: torch.nn.Module) -> None:
-    """Places the weights, and the biases, of siblings on CUDA one after the other in memory, where one product reads
-    them all. The module's parameters move there: every graph has the same tensors, so nothing is kept twice."""
-    owners = {parameter.data_ptr(): parameter for parameter in module.parameters()}
-    for node in graph.findAllNodes(f"{CUDA}::linears"):
-        for made in (node.inputsAt(1).node(), node.inputsAt(2).node()):
-            values = [value.toIValue() for value in made.inputs()]
-            parts = [None if value is None else owners.get(value.data_ptr()) for value in values]
-            there = [part for part in parts if part is not None]
-            if len(there) < len(parts) or len({(part.dtype, part.shape[1:]) for part in there}) > 1:
-                continue
-            together = torch.split(torch.cat([part.data for part in there]), [len(part) for part in there])
-            for part, new in zip(there, together, strict=True):
-                part.data = new
+def place_together(graph: Graph) -> None:
+    """Places the weights, scales and biases of siblings on CUDA one after the other in memory, where one product reads
+    them all. The module and every graph have the same tensors, which move there, so nothing is kept twice."""
+    for kind, (lists_of, _) in _LINEARS.items():
+        for node in graph.findAllNodes(_several(kind)) if kind.startswith(f"{CUDA}::") else ():
+            for at in range(1, len(lists_of)):  # the last list has the widths
+                parts = [value.toIValue() for value in node.inputsAt(at).node().inputs()]
+                if any(part is None for part in parts) or len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+                    continue
+                together = torch.split(torch.cat(parts), [len(part) for part in parts])
+                for part, new in zip(parts, together, strict=True):
+                    part.data = new
 
 
 def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:

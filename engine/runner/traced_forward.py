@@ -133,7 +133,7 @@ def record(model: ModelRunner) -> RecordedForward:
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
     shorter = graph.copy()
     fuse(shorter, CPU if model.kernels != REFERENCE else CUDA)
-    place_together(shorter, model.module)
+    place_together(shorter)
     for chosen, what in ((shorter, "fused"), (graph, "plain")):
         candidate: Replay = torch._C._create_function_from_graph("step", chosen)
         try:
