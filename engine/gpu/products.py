@@ -188,11 +188,11 @@ def siblings_over_codes(
     depth: int,
     format: str,
 ) -> list[torch.Tensor]:
-    lists = [joined(parts) for parts in (codes, scales, zeros, biases)]
-    whole, scale, zero, bias = lists
+    given: list[Sequence[torch.Tensor | None]] = [codes, scales, zeros, biases]
+    together = [joined(parts) for parts in given]
+    whole, scale, zero, bias = together
     apart = any(
-        one is None and any(part is not None for part in parts)
-        for one, parts in zip(lists, (codes, scales, zeros, biases), strict=True)
+        one is None and any(part is not None for part in parts) for one, parts in zip(together, given, strict=True)
     )
     if len(n) > 3 or whole is None or scale is None or apart:
         each = zip(codes, scales, zeros, biases, n, strict=True)
