@@ -55,6 +55,7 @@ class Shape:
     coded: int | None = None  # bytes of the quantised products; None if its files do not tell
     ranks: int = 1  # of one worker
     rank_parameters: int = 0  # of each, where there are several
+    rank_heads: int = 0  # KV heads of each, likewise
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
