@@ -126,6 +126,40 @@ async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
         assert done.receipt.attempts == (2 if digest else 1)
         assert (done.token_ids == oracle.greedy(tiny, prompt, NEW)) == digest
         assert await cluster.ledgers_balance()
+        assert all_given_back(cluster)
+
+
+def all_given_back(cluster: Any) -> bool:
+    """Whether no place of a staging is held."""
+    made = [landing for name in ("decode-0",) for landing in cluster.workers[name]._landings._made.values()]
+    return bool(made) and all(sorted(landing._free) == list(range(landing.count)) for landing in made)
+
+
+async def test_a_cancelled_request_leaves_no_place_of_the_staging(inside: Any, tiny: Path) -> None:
+    """Its client is gone while its blocks are read: places and blocks are free again, and the next request is right."""
+    prompt = oracle.prompts(tiny, [90])[0]
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def hold(*_: Any) -> None:
+        begun.set()
+        await go.wait()
+
+    def wrap(inner: Any, worker_id: str) -> Any:
+        return Harm(inner, before=hold) if worker_id.startswith("decode") else inner
+
+    async with inside(prefill=0, wrap=wrap) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=16)
+        await cluster.seen(2)
+        asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True))
+        await asyncio.wait_for(begun.wait(), 30)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        go.set()
+        await cluster.freed(5.0)
+        (done,) = await answers(cluster, [prompt])
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert all_given_back(cluster)
 
 
 async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> None:
