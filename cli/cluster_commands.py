@@ -176,6 +176,7 @@ def plan(
     device_memory: Annotated[
         float | None, typer.Option(help="GiB of one rank's device: says which numbers of ranks fit.", min=0.001)
     ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -218,6 +219,7 @@ def plan(
                 sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
             ),
             concurrencies=(1, 8, 32, 128),
+            slots=max_num_seqs + 1,
         )
         if output is JSON:
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

@@ -181,6 +181,11 @@ def _ledger(ledger: Ledger) -> RenderableType:
         table.add_row(
             " ", Text(printable(entry.owner)), count(len(entry.blocks), "block"), runs(entry.blocks), seconds(entry.age)
         )
+    if ledger.states:
+        states, held = ledger.states, len(ledger.states.owners)
+        sign = "=" if states.free + held == states.total else "≠"
+        head.append(f"\n  state slots: free {states.free} + held {held} {sign} total {states.total}")
+        head.append(f"; {count(states.snapshots, 'snapshot')} in cached blocks")
     faults = [Text(f"  fault: {printable(fault)}", style="red") for fault in ledger.faults]
     return Group(head, table, *faults) if ledger.entries else Group(head, *faults)
 

@@ -67,6 +67,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
 
 def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None], *, generates: bool) -> Engine:
     device = model.device
+    _check_order(settings, model)
     draft = _draft_model(settings, model, say) if generates and settings.speculation != "off" else None
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
     pace = _calibrate(model, settings)
@@ -75,7 +76,7 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
     modules = [runner.module for runner in (model, draft) if runner]
-    products = speed_check.run(modules, model.dtype, _cache(settings))
+    products = speed_check.run(modules, model.dtype, _cache(settings)) if device.type == "cpu" else None
     say(f"products: {products or 'none that is timed'}")
     if products is not None and products.warning:
         log.warning("%s", products.warning)
@@ -175,6 +176,18 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     single, batched = seconds(length, 1), seconds(length, 1, several)
     own = max(prompt - single, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
     return StepTime(single, max(0.0, batched - single) / max(1, several - 1), length / own)
+
+
+def _check_order(settings: Settings, model: ModelRunner) -> None:
+    """Raises SettingsError for a model whose products could have the order that is asked for, and other layers not."""
+    if settings.sum_order != kernels.FASTEST and model.mixers is not None:
+        raise SettingsError(
+            f"sum_order is {settings.sum_order}, and {settings.model} has recurrent layers, whose sums no setting"
+            " orders: leave sum_order out for this model, whose streams may then continue with other, equally valid"
+            " tokens where they move to another worker",
+            field="sum_order",
+            bound=kernels.FASTEST,
+        )
 
 
 def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner | None:

@@ -267,7 +267,7 @@ class Engine:
         """One sentence for each inconsistency of the books of blocks and of state slots. `live`: as in the pool."""
         faults = self.pool.check(live)
         if self.states:
-            faults += self.states.slots.check([each.id for each in self.scheduler.running], self.sequences)
+            faults += self.states.check([each.id for each in self.scheduler.running], self.sequences)
         return faults
 
     def _enter(self, sequence: Sequence) -> None:

@@ -62,6 +62,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "machine-code": Measurement("microbench.machine_code:main", "GPU kernels as machine code, without a GPU"),
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "ranks": Measurement("microbench.ranks:main", "a worker of several ranks against one of several threads"),
+        "recurrence": Measurement("microbench.recurrence:main", "one recurrent layer, compared with transformers"),
         "kv": Measurement("microbench.kv:main", "int8 and fp8 KV: attention time, and distance of the logits"),
         "quality": Measurement("microbench.quality:main", "quantised weights: agreement with the checkpoint's answers"),
         "families": Measurement("microbench.families:main", "every model type of transformers: served or refused"),

@@ -4,6 +4,7 @@
                        = 2 x layers x KV heads x head dim x bytes          for plain and grouped attention
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
     int8 and fp8 KV: one byte an element, and a scale of two bytes for each head's K and V
+    recurrent layers: none, and a state for each sequence, however long (planner/recurrent.py)
 
 The worker measures for itself what the model really stores (engine/loading/attention_probe.py); a test holds this file
 against it for every family.
@@ -19,17 +20,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls
+from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
-from planner import packed
+from planner import packed, recurrent
+from planner.recurrent import NONE, States
 from tandem.errors import CheckpointRefused, SettingsError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES = ("auto", *QUANTISED)
 CHECKPOINT = "checkpoint"  # weights as they are, in the model's dtype
 _TOKENS = (".embed_tokens.", ".wte.", ".word_embeddings.", ".embed_in.")
-RECURRENT = (".A_log", "conv1d.", ".conv.conv.")  # in names of tensors that only recurrent layers have
 _LOOKED_UP = (*_TOKENS, ".wpe.", ".embed_positions.", ".position_embeddings.")
 _ROUTERS = (".gate.", ".router.", ".experts.")  # of a mixture: no plain products in transformers
 _TURNED = (".c_attn.", ".c_proj.", ".c_fc.")  # GPT-2 stores these [in, out]
@@ -56,18 +57,28 @@ class Shape:
     ranks: int = 1  # of one worker
     rank_parameters: int = 0  # of each, where there are several
     rank_heads: int = 0  # KV heads of each, likewise
+    attention_layers: int = 0  # those with KV
+    states: States = NONE  # of recurrent layers
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
-        calls = [(self.kv_heads, self.k_dim, self.v_dim)] * self.layers
+        calls = [(self.kv_heads, self.k_dim, self.v_dim)] * self.attention_layers
         itemsize, scaled = _element(dtype, kv_dtype)
-        return plan_calls(calls, block_size, itemsize, scaled=scaled)[1]
+        return plan_calls(calls, block_size, itemsize, scaled=scaled)[1] or plan_parts(self.state_bytes(dtype))
+
+    def state_bytes(self, dtype: str) -> int:
+        """Of the recurrent states of one sequence; 0 without recurrent layers."""
+        return self.states.slot_bytes(dtype, DTYPE_BYTES[dtype])
+
+    def state_blocks(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
+        """Blocks that a copy of these takes, as in a handoff."""
+        return -(-self.state_bytes(dtype) // self.block_bytes(block_size, dtype, kv_dtype))
 
     def kv_bytes_per_token(self, dtype: str, kv_dtype: str = "auto") -> int:
         """Scales included, padding not."""
         itemsize, scaled = _element(dtype, kv_dtype)
         of_head = (self.k_dim + self.v_dim) * itemsize + (2 * SCALE_BYTES if scaled else 0)
-        return self.layers * self.kv_heads * of_head
+        return self.attention_layers * self.kv_heads * of_head
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
         """Of one worker, all of its ranks together."""
@@ -90,6 +101,7 @@ class Capacity:
     kv: int  # bytes left for KV
     blocks: int
     tokens: int
+    state_slots: int  # bytes of the slots for recurrent states
     concurrency: dict[int, int]  # context length -> sequences of that length at once
     longest: dict[int, int]  # sequences at once -> longest context of each
 
@@ -102,15 +114,12 @@ def read_shape(folder: Path) -> Shape:
         raise CheckpointRefused(f"{folder} has no readable config.json: {error}") from error
     asked = config.get("quantization_config") or {}
     config = config.get("text_config") or config
-    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
+    kinds = config.get("layers_block_type")  # some name nothing else
+    layers = len(kinds) if kinds else _first(config, "num_hidden_layers", "n_layer", "n_layers")
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
     shapes, stored = _weights(folder)
-    if recurrent := next((name for name in shapes if any(part in name for part in RECURRENT)), None):
-        raise CheckpointRefused(
-            f"{folder} has recurrent layers ({recurrent}), whose states this arithmetic does not count; the log of a"
-            " worker's start says how large they are"
-        )
+    states, attend = recurrent.read(shapes, config)
     products, coded = _products(shapes), None
     if asked.get("quant_method") in METHODS:
         try:
@@ -118,7 +127,7 @@ def read_shape(folder: Path) -> Shape:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
         products, coded = {name: shapes[name] for name in of_codes}, sum(of_codes.values())
-    key_width = next((shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")), 0)
+    key_width = next((shapes[f"{module}.k_proj.weight"][0] for module in attend), 0)
     if config.get("kv_lora_rank"):
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         kv_heads, k_dim, v_dim = 1, latent, rope
@@ -142,6 +151,8 @@ def read_shape(folder: Path) -> Shape:
         quantised={} if asked else {format: _quantised(shapes, format) for format in BITS},
         ready=bool(asked),
         coded=coded,
+        attention_layers=len(attend) if states.convolutions else layers,
+        states=states,
     )
 
 
@@ -156,12 +167,20 @@ def capacity(
     kv_dtype: str = "auto",
     contexts: tuple[int, ...],
     concurrencies: tuple[int, ...],
+    slots: int = 0,
 ) -> Capacity:
-    """What fits into `utilization` of the memory (bytes) that the weights leave.
+    """What fits into `utilization` of the memory (bytes) that the weights leave, and `slots` for recurrent states.
 
-    Raises SettingsError when the weights alone do not fit.
+    Raises SettingsError when the weights and these alone do not fit.
     """
-    taken = shape.weight_bytes(dtype, weights)
+    taken, states = shape.weight_bytes(dtype, weights), slots * shape.state_bytes(dtype)
+    if taken + states >= memory > taken:
+        raise SettingsError(
+            f"{slots} slots for recurrent states take {states / 2**30:.1f} GiB, and the weights leave"
+            f" {(memory - taken) / 2**30:.1f} GiB",
+            field="max_num_seqs",
+            bound=f"fewer than {(memory - taken) // shape.state_bytes(dtype)}",
+        )
     if taken >= memory:
         raise SettingsError(
             f"the weights take {taken / 2**30:.1f} GiB as {format_name(dtype, weights)},"
@@ -169,15 +188,16 @@ def capacity(
             field="memory",
             bound=f"over {taken / 2**30:.1f} GiB",
         )
-    kv = int((memory - taken) * utilization)
-    blocks = kv // shape.block_bytes(block_size, dtype, kv_dtype)
+    kv = int((memory - taken - states) * utilization)
+    blocks, copy = kv // shape.block_bytes(block_size, dtype, kv_dtype), shape.state_blocks(block_size, dtype, kv_dtype)
     return Capacity(
         weights=taken,
         kv=kv,
         blocks=blocks,
         tokens=blocks * block_size,
-        concurrency={length: blocks // -(-length // block_size) for length in contexts},
-        longest={count: min(shape.context, blocks // count * block_size) for count in concurrencies},
+        state_slots=states,
+        concurrency={length: blocks // (-(-length // block_size) + copy) for length in contexts},
+        longest={count: min(shape.context, max(0, blocks // count - copy) * block_size) for count in concurrencies},
     )
 
 

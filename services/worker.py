@@ -84,7 +84,6 @@ class Worker:
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
     def transport_over(self, region: Region, incarnation: str, layout_hash: str) -> Transport:
-        """A transport of the kind that the settings name."""
         host = self.settings.advertise_host or self.settings.host
         return make_transport(self.settings.transport, region, self.worker_id, incarnation, layout_hash, host)
 
@@ -220,6 +219,7 @@ class Worker:
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),
             block_size=pool.block_size,
+            state_blocks=self.engine.state_blocks,
             running=len(self._open),
             waiting=len(scheduler.waiting),
             max_running=scheduler.max_running,
@@ -242,7 +242,7 @@ class Worker:
 
     def _load(self) -> Load:
         """Called on the thread that serves the metrics."""
-        scheduler, pool, pace = self.engine.scheduler, self.engine.pool, self.engine.pace
+        scheduler, pool, pace, states = self.engine.scheduler, self.engine.pool, self.engine.pace, self.engine.states
         free, cached = pool.free, pool.cached
         return Load(
             state=self.state,
@@ -256,6 +256,7 @@ class Worker:
             preemptions=scheduler.preemptions,
             places=places(scheduler.max_running, pace.step_s, pace.stream_s, self.settings.slo_tpot_s),
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
+            states=(states.slots.free, states.slots.held, states.snapshots, states.evictions) if states else None,
         )
 
     def _reach(self) -> Reach:
@@ -282,7 +283,14 @@ class Worker:
             held=pool.held,
             entries=entries,
             faults=faults,
+            states=self._states(),
         )
+
+    def _states(self) -> common_pb2.StateLedger | None:
+        if self.engine.states is None:
+            return None
+        slots, snapshots = self.engine.states.slots, self.engine.states.snapshots
+        return common_pb2.StateLedger(total=slots.total, free=slots.free, owners=slots.owners(), snapshots=snapshots)
 
     # ---- failure
 

@@ -120,6 +120,17 @@ class Held(_Dict):
 
 
 @dataclass(frozen=True, slots=True)
+class StateLedger(_Dict):
+    """The slots of recurrent states, each with one owner or none; and the copies of states in cached blocks, with which
+    a sequence can begin."""
+
+    total: int
+    free: int
+    owners: list[str]
+    snapshots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger(_Dict):
     """Every KV block of one worker."""
 
@@ -134,6 +145,8 @@ class Ledger(_Dict):
     entries: list[Held]
     faults: list[str]
     """Sentences about what does not add up, the worker's own and this client's; empty when it balances."""
+    states: StateLedger | None = None
+    """Only of a model with recurrent layers."""
 
     @property
     def balanced(self) -> bool:
@@ -232,6 +245,9 @@ def _ledger(ledger: common_pb2.Ledger) -> Ledger:
         address=ledger.worker.address,
         entries=[Held(entry.owner, list(entry.blocks), entry.age_seconds) for entry in ledger.entries],
         faults=[*ledger.faults, *_sums(ledger)],
+        states=from_message(StateLedger, ledger.states, owners=list(ledger.states.owners))
+        if ledger.HasField("states")
+        else None,
     )
 
 
@@ -246,6 +262,11 @@ def _sums(ledger: common_pb2.Ledger) -> list[str]:
     owned = {block for entry in ledger.entries for block in entry.blocks}
     if len(owned) != ledger.held:
         faults.append(f"{ledger.held} blocks are held and {len(owned)} have an owner")
+    total, free, owners = ledger.states.total, ledger.states.free, ledger.states.owners
+    if free + len(owners) != total:
+        faults.append(f"state slots: free {free} + held {len(owners)} are not total {total}")
+    if len(set(owners)) != len(owners):
+        faults.append("a sequence has two state slots")
     return faults
 
 

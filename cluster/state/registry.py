@@ -10,8 +10,8 @@
     tandem:{<cluster>}:autoscale    JSON of the autoscaler's last verdicts (cluster/autoscaler.py), expires after 10 s
     tandem:{<cluster>}:changed      pub/sub channel: "workers", "wanted" or "adapters": a change to be read now
 
-A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version.
-No request depends on the registry: losing all of it impairs placement, but never a running stream.
+A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version:
+its cost grows with changes, not with workers. No request depends on it: its loss impairs placement, no running stream.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class WorkerRecord:
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     block_size: int = 0
+    state_blocks: int = 0  # of a copy of a sequence's recurrent states; 0: there are none
     max_running: int = 0
     blocks_total: int = 0
     weights: str = ""  # format of the weights of its products
@@ -94,9 +95,7 @@ class WorkerRecord:
 
     def text(self) -> str:
         """JSON in the order of the fields, without the beat."""
-        described = asdict(self)
-        del described["beat"]
-        return json.dumps(described)
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "beat"})
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerRecord:

@@ -29,8 +29,13 @@ def extend(previous: bytes, tokens: Sequence[int]) -> bytes:
 def of_state(last: bytes, tokens: int, parts: int) -> list[bytes]:
     """The hashes of the `parts` blocks that hold a copy of a recurrent state after `tokens` tokens, whose last block,
     full or partial, has the hash `last`."""
-    numbers = [array("I", [tokens, part]).tobytes() for part in range(parts)]
-    return [hashlib.blake2b(last + each, digest_size=DIGEST_BYTES, person=b"tandem.state").digest() for each in numbers]
+    return [of_state_part(last, tokens, part) for part in range(parts)]
+
+
+def of_state_part(last: bytes, tokens: int, part: int) -> bytes:
+    """One of these."""
+    numbers = array("I", [tokens, part]).tobytes()
+    return hashlib.blake2b(last + numbers, digest_size=DIGEST_BYTES, person=b"tandem.state").digest()
 
 
 def chain(

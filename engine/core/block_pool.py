@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -34,6 +34,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # without an owner; oldest first
         self._tables: dict[str, list[int]] = {}
         self._news: list[tuple[bytes, bool]] | None = None  # None: there is no listener
+        self.on_lost: Callable[[bytes], None] = lambda digest: None  # called when nobody can find this hash any more
 
     # ---- questions
 
@@ -149,10 +150,10 @@ class BlockPool:
         """Nobody finds blocks with these hashes any more; those without an owner are free."""
         for digest in hashes:
             if (block := self._block_of.get(digest)) is not None:
-                self._forget(block)
                 if block in self._cached:
                     del self._cached[block]
                     heapq.heappush(self._free, block)
+                self._forget(block)
 
     # ---- queries
 
@@ -212,6 +213,7 @@ class BlockPool:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self._tell(digest, False)
+        self.on_lost(digest)
 
     def _tell(self, digest: bytes, here: bool) -> None:
         if self._news is not None:

@@ -47,6 +47,9 @@ class StateSlots:
     def owns(self, owner: str) -> bool:
         return owner in self._slot_of
 
+    def owners(self) -> tuple[str, ...]:
+        return tuple(self._slot_of)
+
     def check(self, running: Iterable[str], live: Iterable[str]) -> list[str]:
         """One sentence for each inconsistency. All of `running` should have a slot, and only of `live` any may."""
         faults = []

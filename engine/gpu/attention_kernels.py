@@ -63,7 +63,7 @@ def bent(x, softcap):
     return tl.where(x < 0, -tanh, tanh) * softcap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "t_part"])  # which differ from step to step
 def attend(
     query,
     k_pages,
@@ -179,7 +179,7 @@ def attend(
     tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t_part"])
 def merge(
     values,
     tops,

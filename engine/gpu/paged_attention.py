@@ -22,7 +22,8 @@ import torch
 
 from engine.attention.forward_context import Scales, Step
 from engine.gpu.attention_kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
-from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, Reach, SlidingWindowSpec
+from engine.gpu.operators import operator, ops
+from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
 NAME = "triton"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn)  # of pages
@@ -110,44 +111,89 @@ class TritonAttention:
         """As `engine.attention.paged.attend`: `query [total, heads, k_dim]`, pages `[blocks, block_size, kv_heads, d]`
         of any strides with d innermost, `scales [blocks, block_size, kv_heads]` of quantised ones, `sinks [heads]`.
         Returns `[total, heads, v_dim]`."""
-        out = query.new_empty(query.shape[0], facts.heads, facts.v_dim)
-        tiling, (_, span) = Tiling.of(facts), kind(facts.reach)
-        given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
-        tensors = (query, k_pages, v_pages, *given)
-        strides = (
-            *query.stride()[:2],
-            *k_pages.stride()[:3],
-            *v_pages.stride()[:3],
-            *(stride for scale in scales for stride in (scale.stride() if scale is not None else (0, 0, 0))),
-            step.block_table.stride(0),
-        )
-        sink = sinks if sinks is not None else query
-        context = (step.cu_seq_q, step.seqused_k, step.block_table)
-        numbers = (facts.scaling, facts.softcap or 1.0, span)
-        fixed = constants(facts, k_pages.shape[1], self.split_keys, scales[0] is not None, query.dtype)
-        ones, others = tiles_of(step, tiling.rows // padded_group(facts))
-        if count := len(ones[0]):
-            parts = -(-step.max_k // self.split_keys)
-            values = out.new_empty(parts, count, facts.heads, facts.v_dim, dtype=torch.float32)
-            tops, sums = (out.new_empty(parts, count, facts.heads, dtype=torch.float32) for _ in range(2))
-            kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
-            launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
-            attend[(count, facts.kv_heads, parts)](
-                *tensors, *kept, sink, *context, *ones, *strides, *places, *numbers,
-                **fixed, **launch, SINKS=False, PARALLEL=True,
-            )  # fmt: skip
-            same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
-            merge[(count, facts.heads)](
-                *kept, sink, out, *context[:2], ones[0], *places, *out.stride()[:2], span,
-                **same, SINKS=facts.sinks, num_warps=4,
-            )  # fmt: skip
-        if count := len(others[0]):
-            launch = {"num_warps": tiling.warps, "num_stages": tiling.stages, "ROWS": tiling.rows}
-            attend[(count, facts.kv_heads, 1)](
-                *tensors, out, out, out, sink, *context, *others, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
-                **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
-            )  # fmt: skip
+        (ones, ones_at), (others, others_at) = tiles_of(step, queries_of(facts))
+        reach, span = kind(facts.reach)
+        out: torch.Tensor = ops.attend.default(
+            query, k_pages, v_pages, *scales, sinks, step.cu_seq_q, step.seqused_k, step.block_table,
+            ones, ones_at, others, others_at, reach, span, facts.scaling, facts.softcap, self.split_keys,
+        )  # fmt: skip
         return out
+
+    def tiles(self, step: Step, facts: tuple[CallFacts, ...]) -> dict[Any, tuple[Tiles, Tiles]]:
+        """Those of a step by their key in its `plans`: what a recording takes besides a step's tensors."""
+        return {(NAME, queries): tiles_of(step, queries) for queries in sorted(set(map(queries_of, facts)))}
+
+
+@operator(
+    "attend(Tensor query, Tensor k_pages, Tensor v_pages, Tensor? k_scales, Tensor? v_scales, Tensor? sinks,"
+    " Tensor cu_seq_q, Tensor seqused_k, Tensor block_table, Tensor ones, Tensor ones_at, Tensor others,"
+    " Tensor others_at, int reach, int span, float scaling, float? softcap, int split_keys) -> Tensor"
+)
+def attend_tiles(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    cu_seq_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    ones: torch.Tensor,
+    ones_at: torch.Tensor,
+    others: torch.Tensor,
+    others_at: torch.Tensor,
+    reach: int,
+    span: int,
+    scaling: float,
+    softcap: float | None,
+    split_keys: int,
+) -> torch.Tensor:
+    """`TritonAttention.attend` of tensors and numbers alone: the tiles of single queries, and of the others."""
+    heads, v_dim, own = query.shape[1], v_pages.shape[3], {FULL: FullAttentionSpec()}
+    spec = own.get(reach) or (SlidingWindowSpec(span) if reach == WINDOW else ChunkedLocalAttentionSpec(span))
+    facts = CallFacts(k_pages.shape[2], heads, query.shape[2], v_dim, spec, softcap, sinks is not None, scaling)
+    out = query.new_empty(query.shape[0], heads, v_dim)
+    tiling, scales = Tiling.of(facts), (k_scales, v_scales)
+    given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
+    tensors = (query, k_pages, v_pages, *given)
+    strides = (
+        *query.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        *(stride for scale in scales for stride in (scale.stride() if scale is not None else (0, 0, 0))),
+        block_table.stride(0),
+    )
+    sink = sinks if sinks is not None else query
+    context, numbers = (cu_seq_q, seqused_k, block_table), (scaling, softcap or 1.0, span)
+    fixed = constants(facts, k_pages.shape[1], split_keys, k_scales is not None, query.dtype)
+    if count := len(ones):
+        parts = -(-block_table.shape[1] * k_pages.shape[1] // split_keys)  # of the longest possible context
+        values = out.new_empty(parts, count, heads, v_dim, dtype=torch.float32)
+        tops, sums = (out.new_empty(parts, count, heads, dtype=torch.float32) for _ in range(2))
+        kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
+        launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
+        attend[(count, facts.kv_heads, parts)](
+            *tensors, *kept, sink, *context, ones, ones_at, *strides, *places, *numbers,
+            **fixed, **launch, SINKS=False, PARALLEL=True,
+        )  # fmt: skip
+        same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
+        merge[(count, heads)](
+            *kept, sink, out, *context[:2], ones, *places, *out.stride()[:2], span,
+            **same, SINKS=facts.sinks, num_warps=4,
+        )  # fmt: skip
+    if count := len(others):
+        launch = {"num_warps": tiling.warps, "num_stages": tiling.stages, "ROWS": tiling.rows}
+        attend[(count, facts.kv_heads, 1)](
+            *tensors, out, out, out, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
+            **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
+        )  # fmt: skip
+    return out
+
+
+def queries_of(facts: CallFacts) -> int:
+    """Of a tile of a sequence with several."""
+    return Tiling.of(facts).rows // padded_group(facts)
 
 
 def constants(

@@ -1,4 +1,4 @@
-"""The modules of a model that compiled operators replace, recognised by what a module computes and never by its name.
+"""The modules of a model that operators replace, recognised by what a module computes and never by its name.
 
 A replaced module keeps its object, weights and hooks and changes its class to a subclass with another `forward`. So it
 can be switched back at any time, and isinstance checks give the same result.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import Any
 
@@ -24,7 +24,8 @@ from tandem.errors import CheckpointRefused
 ROWS_TRIED = 13  # whole tiles and a rest
 PRODUCT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
 _PACKED = "_tandem_packed"  # the weight in panels, for torch.ops.tandem.linear
-_NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
+NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
+REPLACEMENT = "_tandem_replacement"  # the class whose forward serves in place of the module's own
 
 
 def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
@@ -38,20 +39,18 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
     prove(model)
     for module in model.modules():
         if (norm := rms_norm_of(module)) is not None:
-            module.__dict__[_NORM] = norm
+            module.__dict__.update({NORM: norm, REPLACEMENT: RmsNorm})
     return where
 
 
 def switch(model: nn.Module, on: bool) -> None:
-    """Switches the modules below `model` to their compiled forward, or back."""
+    """Switches the modules below `model` that have a replacement to its forward, or back."""
     for module in model.modules():
         kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
         if not on and issubclass(kind, Compiled):
             module.__class__ = kind.__bases__[1]
-        elif on and _PACKED in module.__dict__ and not issubclass(kind, Compiled):
-            module.__class__ = compiled(kind, Linear)
-        elif on and _NORM in module.__dict__ and not issubclass(kind, Compiled):
-            module.__class__ = compiled(kind, RmsNorm)
+        elif on and REPLACEMENT in module.__dict__ and not issubclass(kind, Compiled):
+            module.__class__ = compiled(kind, module.__dict__[REPLACEMENT])
 
 
 def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
@@ -80,7 +79,7 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
     views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
     packed = [(layer, (views[_key(weight)], *weight.shape)) for layer, weight in layers]
     for layer, panels in packed:
-        layer.__dict__[_PACKED] = panels
+        layer.__dict__.update({_PACKED: panels, REPLACEMENT: Linear})
     if shared:
         for tensor, part in zip(own, kept[len(weights) :], strict=True):
             tensor.data = part.view(tensor.dtype).view(tensor.shape)
@@ -159,14 +158,17 @@ def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
-    """The weight [out, in] of a plain product, None of anything else."""
-    if type(layer) is nn.Linear:
-        weight = layer.weight
-    elif type(layer) is Conv1D:
-        weight = layer.weight.T
-    else:
+    """The weight [out, in] of a plain product whose type the operators serve, None of anything else."""
+    if type(layer) not in (nn.Linear, Conv1D):
         return None
-    return weight.detach() if weight.dtype in DTYPES and weight.numel() > 0 else None
+    weight = oriented(layer)
+    return weight if weight.dtype in DTYPES and weight.numel() > 0 else None
+
+
+def oriented(layer: Any) -> torch.Tensor:
+    """The weight of a product as [out, in], which a Conv1D has the other way."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def prove(model: nn.Module) -> None:
@@ -216,7 +218,7 @@ class RmsNorm(Compiled):
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
         else:
-            out = torch.ops.tandem.rms_norm.default(x, weight, *self.__dict__[_NORM])
+            out = torch.ops.tandem.rms_norm.default(x, weight, *self.__dict__[NORM])
         return out
 
 
@@ -232,8 +234,11 @@ def _only_parameter(module: Any) -> torch.Tensor:
     return parameter
 
 
-def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
-    """The (eps, offset, round_first) with which `tandem::rms_norm` equals the module; None if there are none.
+def rms_norm_of(
+    module: nn.Module, rms_norm: Callable[..., torch.Tensor] | None = None
+) -> tuple[float, float, bool] | None:
+    """The (eps, offset, round_first) with which `rms_norm` equals the module; None if there are none. The default is
+    `tandem::rms_norm`.
 
     A candidate has one vector of weights, nothing else, its eps among its attributes, and a forward of one argument: a
     gate as the second would be dropped. The numbers have a mean, so
@@ -247,9 +252,10 @@ def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
     weight = parameters[0]
     if weight is None or weight.dim() != 1 or weight.dtype not in DTYPES:
         return None
+    ours_of = rms_norm or torch.ops.tandem.rms_norm.default
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(24, weight.numel(), generator=generator) + 0.5
-    x = (x * torch.logspace(-4, 2, 24).unsqueeze(1)).to(weight.dtype)
+    x = (x * torch.logspace(-4, 2, 24).unsqueeze(1)).to(weight)
     epsilons = {value for value in vars(module).values() if type(value) is float}
     try:
         with torch.inference_mode():
@@ -260,7 +266,7 @@ def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
         return None
     for eps, offset, round_first in product(sorted(epsilons), (0.0, 1.0), (True, False)):
         with torch.inference_mode():
-            ours = torch.ops.tandem.rms_norm.default(x, weight, eps, offset, round_first)
+            ours = ours_of(x, weight, eps, offset, round_first)
         if _equal(ours, expected):
             return eps, offset, round_first
     return None

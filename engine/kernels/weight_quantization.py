@@ -12,7 +12,7 @@ head keeps its own weight; it is looked up by rows and hardly costs time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,18 +69,28 @@ class Codes:
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 
-def quantise(weight: torch.Tensor, format: str) -> Codes:
-    """Rounds a weight `[n, k]` to the nearest codes, and verifies the packed form."""
+@dataclass(frozen=True)
+class Packer:
+    """Makes codes as a device multiplies with them. `pack` has the arguments of `packed` and raises CheckpointRefused;
+    with `zeros` it also takes those of int4 as integers `[n, groups]`."""
+
+    pack: Callable[..., Codes]
+    zeros: bool = False
+
+
+def quantise(weight: torch.Tensor, format: str, packer: Packer | None = None) -> Codes:
+    """Rounds a weight `[n, k]` to the nearest codes, and verifies the packed form; in panels for CPU by default."""
+    pack = (packer or PANELS).pack
     wide = weight.float()
     n, k = wide.shape
     group = group_of(format, k)
     if format == "bf16":
-        return packed(wide.bfloat16().view(torch.int16), torch.ones(n, 1), group, format)
+        return pack(wide.bfloat16().view(torch.int16), torch.ones(n, 1), group, format)
     parts = F.pad(wide, (0, -k % group)).view(n, -1, group)  # [n, groups, group]
     scales = _int4_scales(parts) if format == "int4" else parts.abs().amax(2) / LARGEST[format]
     scales = torch.where(scales == 0, 1.0, scales)
     units = parts / scales.unsqueeze(2)
-    return packed(codes_of(units, format).view(n, -1)[:, :k], scales, group, format)
+    return pack(codes_of(units, format).view(n, -1)[:, :k], scales, group, format)
 
 
 def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
@@ -145,10 +155,13 @@ def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
     return best
 
 
+PANELS = Packer(packed)  # for CPU
+
+
 # ---- in a model
 
 
-def apply(model: PreTrainedModel, format: str) -> int:
+def apply(model: PreTrainedModel, format: str, packer: Packer | None = None) -> int:
     """Replaces the weight of every plain product below `model`; returns how many there were."""
     done: dict[tuple[int, torch.Size], Codes] = {}  # tied weights are packed once
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -157,7 +170,7 @@ def apply(model: PreTrainedModel, format: str) -> int:
         own = of_head(format) if layer is head else format
         key = (weight.data_ptr(), weight.shape)
         if key not in done:
-            done[key] = quantise(weight, own)
+            done[key] = quantise(weight, own, packer)
         put(layer, done[key])
     return len(layers)
 
@@ -165,15 +178,15 @@ def apply(model: PreTrainedModel, format: str) -> int:
 def put(layer: Any, codes: Codes) -> None:
     """Replaces a layer's weight by codes."""
     shape, dtype = layer.weight.shape, layer.weight.dtype
-    layer.weight = nn.Parameter(nothing(shape, dtype), requires_grad=False)
+    layer.weight = nn.Parameter(nothing(shape, dtype, codes.codes.device), requires_grad=False)
     layer.__dict__[_CODES] = codes
     kind: Any = type(layer)  # mypy holds nn.Module's classes for unhashable
     layer.__class__ = modules.compiled(kind, Dequantised)
 
 
-def nothing(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """NaN without memory."""
-    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def is_nothing(tensor: torch.Tensor) -> bool:
@@ -196,7 +209,7 @@ def drop_packed(model: nn.Module) -> int:
         weight: Any = product.weight
         if weight.data_ptr() not in others and not is_nothing(weight):
             dropped += weight.nbytes
-            weight.data = nothing(weight.shape, weight.dtype)
+            weight.data = nothing(weight.shape, weight.dtype, weight.device)
     return dropped
 
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls, plan_states
+from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls, plan_parts, plan_states
 from engine.kernels import fresh_memory
 from engine.kv.kv_cache_spec import CallFacts, StateFacts
 from engine.kv.state_memory import StateMemory
@@ -146,7 +146,10 @@ def layout_of(
         return layout
     each = [(state.key, state.shape, state.dtype or dtype) for state in states.states]
     placed, state_bytes = plan_states([(key, shape, dtype_name(own), own.itemsize) for key, shape, own in each])
-    return replace(layout, states=placed, state_bytes=state_bytes, state_kernels=states.kernels)
+    block_bytes = total or plan_parts(state_bytes)
+    return replace(
+        layout, block_bytes=block_bytes, states=placed, state_bytes=state_bytes, state_kernels=states.kernels
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

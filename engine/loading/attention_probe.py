@@ -145,8 +145,8 @@ class Learnt(NamedTuple):
     mixers: Mixers | None
 
 
-def learn_facts(model: PreTrainedModel) -> Learnt:
-    """What pages and slots must hold for this model.
+def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
+    """What pages and slots must hold for this model; `compiled`: which may be served by Tandem's operators.
 
     Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
     model that pages cannot serve.
@@ -163,10 +163,8 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
             f"alone: {error}"
         ) from error
     facts = tuple(_recorded_calls)
-    mixers = None
-    if facts:
-        switch(model, ISOLATION)
-        mixers = state_probe.learn(model)
+    switch(model, ISOLATION)
+    mixers = state_probe.learn(model, compiled)
     _check_calls(model, facts, mixers)
     _check_isolation(model, ids, mixers)
     return Learnt(facts, mixers)
@@ -175,7 +173,7 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
 def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if len(facts) >= layers or (facts and mixers):
+    if len(facts) >= layers or (mixers and (facts or len(mixers.each) >= layers)):
         return
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
     if not facts:

@@ -65,7 +65,7 @@ class Product:
         """float32 `[n, k]`."""
         return self.units() * self.scales[:, self.group_of]
 
-    def codes(self) -> weight_quantization.Codes | None:
+    def codes(self, packer: weight_quantization.Packer) -> weight_quantization.Codes | None:
         """The weight's codes in one of Tandem's formats; None if no format represents it bit for bit."""
         units = self.units()
         k = units.shape[1]
@@ -77,12 +77,24 @@ class Product:
             return None
         if not torch.equal(self.group_of[order], torch.arange(k) // group):
             return None
-        codes = weight_quantization.packed(
-            weight_quantization.codes_of(units[:, order], format), self.scales, group, format
-        )
+        if packer.zeros and format == "int8" and (whole := self._half_bytes()) is not None:
+            integers, zeros = whole
+            codes = packer.pack(integers[:, order], self.scales, group, "int4", zeros=zeros)
+        else:
+            units = units[:, order]
+            codes = packer.pack(weight_quantization.codes_of(units, format), self.scales, group, format)
         if not torch.equal(order, torch.arange(k)):
             codes = replace(codes, order=order)
-        return codes if torch.equal(codes.weight(), self.weight()) else None
+        return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
+
+    def _half_bytes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Integers of 4 bits `[n, k]` and their zeros `[n, groups]`, both from 0; None if it has none."""
+        integers = self.integers()
+        if self.zeros is None or integers.max() - integers.min().clamp(max=0) > 15:
+            return None
+        shift = 8 if integers.min() < 0 else 0
+        zeros = (self.zeros + shift).to(torch.int16)
+        return None if zeros.min() < 0 or zeros.max() > 255 else ((integers + shift).to(torch.int16), zeros)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
+from engine.kernels.weight_quantization import Packer
 from engine.loading import (
     attention_probe,
     checkpoint,
@@ -69,8 +72,8 @@ def load_model(
     (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
     rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
     `cache` keeps packed weights for others and the next start. `group`: loads this rank's part, with the other ranks.
-    `progress` receives a line for each stage. Raises CheckpointRefused with the reason, SettingsError for `weights`
-    that are not supported here and a `max_model_len` beyond the config's."""
+    `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason.
+    """
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
@@ -78,15 +81,17 @@ def load_model(
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
+    packer = _packer(device, served_by) if kernels == "auto" else None
     if group is None:
-        module, packed, whole = *_load_module(folder, files, config, dtype, device), None
+        module, packed, whole = *_load_module(folder, files, config, dtype), None
     else:
         module, packed, whole = _load_part(folder, files, config, dtype, group, say)
     say(f"{config.model_type} loaded from {folder}")
     if method is not None:
-        say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
+        say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
-    facts, mixers = _learn(module, group, whole, say, adapters=bool(adapters or later_rank))
+    torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
+    facts, mixers = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -100,16 +105,16 @@ def load_model(
     )
     model = ModelRunner(module, facts, served)
     model.weights, model.mixers = method or CHECKPOINT, mixers
-    _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
+    _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
-    say(f"step: {traced_forward.install(model)}")
-    return _finished(model, group)
+    return _finished(model, group, say)
 
 
-def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
+def _finished(model: ModelRunner, group: RankGroup | None, say: Callable[[str], None]) -> ModelRunner:
     """Ready to serve: with empty slots of adapters, and on all ranks parts of one model, equal in everything but which
     heads and columns they are."""
+    say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
     _return_memory()
@@ -125,14 +130,19 @@ def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
 
 
 def _learn(
-    module: PreTrainedModel, group: RankGroup | None, whole: Whole | None, say: Callable[[str], None], *, adapters: bool
+    module: PreTrainedModel,
+    group: RankGroup | None,
+    whole: Whole | None,
+    say: Callable[[str], None],
+    adapters: bool,
+    compiled: bool,
 ) -> attention_probe.Learnt:
     """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
     served beside recurrent layers."""
     if group is not None:
         say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
-    learnt = attention_probe.learn_facts(module)
+    learnt = attention_probe.learn_facts(module, compiled)
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     if learnt.mixers:
         say(str(learnt.mixers))
@@ -146,16 +156,23 @@ def _learn(
 
 
 def _prepare(
-    model: ModelRunner, weights: str, cache: WeightCache | None, say: Callable[[str], None], *, attention: bool
+    model: ModelRunner,
+    weights: str,
+    cache: WeightCache | None,
+    say: Callable[[str], None],
+    packer: Packer | None,
+    *,
+    cuda: bool,
 ) -> None:
-    """Weights in their format, operators and `attention` for a GPU, and the proof that all of it serves exactly."""
+    """Weights in their format, operators, those of a GPU with `cuda`, and the proof that all of it serves exactly."""
     say(f"operators: {described(model.kernels, model.sum_order)}")
     if weights != CHECKPOINT:
-        say(quantise(model, weights))
+        say(quantise(model, weights, packer))
     if model.kernels != REFERENCE:
         say(modules.prepare(model.module, cache))
-    if attention:
+    if cuda:
         say(f"attention: {model.choose_attention()}")
+        say(f"products: {model.choose_products()}")
     say(f"self-check passed: {self_check.check(model)}")
 
 
@@ -184,22 +201,37 @@ def _checked_config(
     return config, max_len, method
 
 
-def quantise(model: ModelRunner, format: str) -> str:
+def _packer(device: torch.device, served_by: str) -> Packer | None:
+    """Makes codes that products are multiplied with on this device; None where nothing does."""
+    if served_by != REFERENCE:
+        return weight_quantization.PANELS
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
+
+    return Packer(partial(codes.packed, device=device), zeros=True)
+
+
+def quantise(model: ModelRunner, format: str, packer: Packer | None) -> str:
     """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory.
 
     The fingerprint changes with it, because other weights give other KV.
     """
     if format == "bf16" and model.dtype == torch.bfloat16:
         return "weights: bf16, as they are"
-    if model.kernels == REFERENCE:
+    if packer is None:
         raise SettingsError(
             f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
-            " (`python -m engine.kernels.build`)",
+            " (`python -m engine.kernels.build`), or Triton on CUDA",
             field="weights",
             bound=CHECKPOINT,
         )
+    if format == "bf16" and model.device.type == "cuda":
+        raise SettingsError(
+            "weights = bf16 is not served on CUDA; set dtype", field="weights", bound="dtype = bfloat16"
+        )
     before = model.weight_bytes
-    count = weight_quantization.apply(model.module, format)
+    count = weight_quantization.apply(model.module, format, packer)
     model.weights, model.fingerprint = format, f"{model.fingerprint}-{format}"
     return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
 
@@ -216,7 +248,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _load_module(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Weights | None]:
     packed = quantized_checkpoint.read(files, config)
     with _loading(folder, config):
@@ -233,7 +265,7 @@ def _load_module(
             )
             _add_generation(module, folder)
     _check_report(folder, report, packed)
-    return module.to(device).eval(), packed
+    return module.eval(), packed
 
 
 def _load_part(
@@ -261,7 +293,7 @@ def _load_part(
     if weights.strange is not None:
         say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
         with group.in_turn():  # memory for the whole model at a time
-            module, _ = _load_module(folder, files, config, dtype, torch.device("cpu"))
+            module, _ = _load_module(folder, files, config, dtype)
             expected = cut_check.whole(module) if group.rank == 0 else None
             own.take(module)
             _return_memory()

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.core import packing_scheme
 from engine.kernels import weight_quantization
+from engine.kernels.weight_quantization import Packer
 from engine.loading import gptq_awq_fp8
 from tandem.errors import CheckpointRefused
 
@@ -122,13 +123,13 @@ def _is_no_bias(name: str, weights: gptq_awq_fp8.Weights) -> bool:
     return last == "bias" and layer in weights.products and not weights.tensors[name][...].any()
 
 
-def adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights | None) -> str:
-    """Converts the library's layers to plain ones; with `compiled`, over packed codes where exact. Returns a summary.
+def adopt(model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.Weights | None) -> str:
+    """Converts the library's layers to plain ones; with `packer`, over packed codes where exact. Returns a summary.
 
     `weights` are the result of `read`. Raises CheckpointRefused if a layer's weight is not the one that was read.
     """
     if weights is not None:
-        return _adopt(model, compiled, weights)
+        return _adopt(model, packer, weights)
     from compressed_tensors.compressors import ModelCompressor
 
     layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
@@ -137,7 +138,7 @@ def adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights 
     for layer in layers:
         if type(layer) is not nn.Linear:
             raise _refused(f"quantises a {type(layer).__name__}, and only plain linear layers are served so")
-        codes = _codes(layer) if compiled else None
+        codes = _codes(layer, packer) if packer else None
         _strip(layer)
         if codes is not None:
             weight_quantization.put(layer, codes)
@@ -149,13 +150,13 @@ def _line(count: int, method: str, over_codes: int) -> str:
     if widened := count - over_codes:
         log.warning(
             "%d of %d products of the %s checkpoint are widened: they take the memory of unquantised weights."
-            " Only the compiled operators, on CPU, multiply with codes",
+            " Codes are multiplied with by the compiled operators on CPU and by Triton on CUDA",
             *(widened, count, method),
         )
     return f"weights: {count} products of the {method} checkpoint, {over_codes} of them over its own codes"
 
 
-def _adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights) -> str:
+def _adopt(model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.Weights) -> str:
     layers = dict(model.named_modules())
     if any(isinstance(layer, Conv1D) for layer in layers.values()):
         raise packing_scheme.refused(
@@ -178,7 +179,7 @@ def _adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights
             raise packing_scheme.refused(
                 weights.method, f"has weights of {name} that are not what the model computes with"
             )
-        codes = product.codes() if compiled else None
+        codes = product.codes(packer) if packer else None
         if codes is not None:
             weight_quantization.put(layer, codes)
             over_codes += 1
@@ -190,7 +191,7 @@ def _compressor(model: PreTrainedModel) -> Any:
     return quantizer.compressor
 
 
-def _codes(layer: Any) -> weight_quantization.Codes | None:
+def _codes(layer: Any, packer: Packer) -> weight_quantization.Codes | None:
     """The codes of a layer whose dense weight the library has made; None if no codes represent that weight."""
     wanted, scale = layer.quantization_scheme.weights, getattr(layer, "weight_scale", None)
     weight = layer.weight.detach()
@@ -209,7 +210,7 @@ def _codes(layer: Any) -> weight_quantization.Codes | None:
     again = weight_quantization.values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
     if not torch.equal(again.to(weight.dtype), weight):
         return None
-    return weight_quantization.packed(codes, scales, group, format)
+    return packer.pack(codes, scales, group, format)
 
 
 def _strip(layer: Any) -> None:

@@ -267,7 +267,7 @@ def _float32_copy(model: ModelRunner) -> Iterator[None]:
         for tensor in tensors:
             data = tensor.data
             tensor.data = (
-                weight_quantization.nothing(data.shape, torch.float32)
+                weight_quantization.nothing(data.shape, torch.float32, data.device)
                 if weight_quantization.is_nothing(data)
                 else data.float()
             )

@@ -12,6 +12,7 @@ even then, or keeps its state where this module cannot see it, refuses the model
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
 from engine.runner.mixers import Mixer, Mixers
+from engine.runner.recurrences import with_operators
 from tandem.errors import CheckpointRefused
 
 STATE_LAYERS = (
@@ -45,10 +47,11 @@ STATE_LAYERS = (
 )
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *STATE_LAYERS)  # a dummy one keeps nothing
 # Installed, transformers uses them in the place of its own code, with states that may differ in more than their shape.
-KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+KERNELS, PLAIN = ("causal_conv1d", "fla", "mamba_ssm"), "transformers"
 PIECES = (5, 1, 9, 7, 1)  # tokens, of those of the proof
 # Standard deviations of a mixer's output. One that forgets its state is off by 0.06 and more. What a mixer's rounding
-# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much.
+# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much, and operators
+# by LIKE times as much as transformers in pieces.
 ROUNDING, MOST_ROUNDING, LIKE = 1e-5, 1e-4, 3.0
 ODD_ERRORS = (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError, AssertionError)
 
@@ -100,9 +103,10 @@ class _Recorder(DynamicCache):
                             yield (number, kind, index), state[0]
 
 
-def learn(model: PreTrainedModel) -> Mixers | None:
+def learn(model: PreTrainedModel, compiled: bool = False) -> Mixers | None:
     """The mixers of a model, proved; None for one that keeps K and V alone. Leaves the model with its own forwards.
-    Raises CheckpointRefused with the reason for a model whose states cannot be served."""
+    `compiled`: with Tandem's operators for their recurrences where there are such. Raises CheckpointRefused with the
+    reason for a model whose states cannot be served."""
     beside = "keeps state besides the K and V of its tokens, which KV pages do not hold"
     try:
         cache, arguments = _recorded(model, 5)
@@ -113,7 +117,7 @@ def learn(model: PreTrainedModel) -> Mixers | None:
         if kept != {key: (tuple(state.shape), state.dtype) for key, state in longer.states()}:
             raise CheckpointRefused("the shape of a state depends on the number of tokens")
         mixers = _mixers(model, cache, kept, arguments)
-        _prove(model, mixers)
+        _prove(model, mixers, compiled and mixers.facts.kernels == PLAIN)
     except CheckpointRefused as error:
         raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
     except ODD_ERRORS as error:
@@ -146,9 +150,10 @@ def _recorded(model: PreTrainedModel, tokens: int) -> tuple[_Recorder, dict[nn.M
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
     hooks += [module.register_forward_hook(leave) for module in model.modules()]
     ids, positions = _inputs(model, tokens)
+    given = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
     try:
         with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, position_ids=positions, **{given: cache}, use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -171,15 +176,21 @@ def _mixers(model: PreTrainedModel, cache: _Recorder, kept: dict[Key, Any], argu
                 raise CheckpointRefused(f"{name} does not get the cache as an argument")
             found.append(Mixer(name, module, arguments[module]))
     states = [RecurrentState(key, shape, None if dtype == own else dtype) for key, (shape, dtype) in kept.items()]
-    return Mixers(found, StateFacts(tuple(states), "+".join(filter(find_spec, KERNELS)) or "transformers"))
+    return Mixers(found, StateFacts(tuple(states), "+".join(filter(find_spec, KERNELS)) or PLAIN))
 
 
-def _prove(model: PreTrainedModel, mixers: Mixers) -> None:
-    """Sets `by_token` of each mixer. Raises CheckpointRefused for one that is wrong in any case."""
+def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
+    """Sets `by_token` and `forward` of each mixer. Raises CheckpointRefused for one that is wrong in any case."""
     calls = _arguments(model, mixers, sum(PIECES))
     for mixer in mixers.each:
         alone = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument)
         in_pieces = _gap(alone, calls[mixer.name], mixers.facts)
+        if compiled and (ours := with_operators(type(mixer.module))) is not None:
+            own, alone.forward = alone.forward, ours
+            if _gap(alone, calls[mixer.name], mixers.facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
+                mixer.forward = ours
+                continue
+            alone.forward = own
         if in_pieces <= ROUNDING:
             continue
         alone.by_token = True

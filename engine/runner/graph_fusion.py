@@ -10,7 +10,8 @@ between them as they did. The rules do not depend on a model; other operators st
     silu(x) * y, gelu(x) * y                      tandem::gated
     the same of two linear layers of one x        tandem::linears_gated
 
-Linear layers of quantised weights have operators of their own: linears_codes, linear_codes_add, linears_codes_gated.
+Linear layers of quantised weights have operators of their own: linears_codes, linear_codes_add, linears_codes_gated. On
+CUDA the operators are those of tandem_gpu:: (engine/gpu/products.py), where gates stay apart from their products.
 Operators after the last attention are computed only for tokens whose logits are wanted.
 """
 
@@ -27,21 +28,23 @@ Graph = Any  # torch._C.Graph
 
 TO_THE_END = 2**63 - 1
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+CPU, CUDA = "tandem", "tandem_gpu"  # namespaces of operators
 
 
-def fuse(graph: Graph) -> None:
-    """Rewrites `graph` in place."""
+def fuse(graph: Graph, ops: str = CPU) -> None:
+    """Rewrites `graph` in place, with the operators of a namespace."""
     passes: Any = torch._C
     passes._jit_pass_inline(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
-    for rule in (_detours, _rotations, _sums, _siblings, _gates, _gated_siblings, _wanted_rows):
-        rule(graph)
+    of_products = (_siblings, _gates, _gated_siblings) if ops == CPU else (_siblings, _gates)
+    for rule in (_detours, _rotations, _sums, *of_products, _wanted_rows):
+        rule(graph, ops)
         passes._jit_pass_dce(graph)
     passes._jit_pass_lint(graph)
 
 
-def _detours(graph: Graph) -> None:
+def _detours(graph: Graph, _ops: str) -> None:
     """The tracer takes each size through a tensor and back; a dropout does nothing where nothing learns."""
     for node in graph.findAllNodes("aten::Int"):
         if (boxed := _made_by(node.input(), "prim::NumToTensor")) is not None:
@@ -51,7 +54,7 @@ def _detours(graph: Graph) -> None:
             node.output().replaceAllUsesWith(node.inputsAt(0))
 
 
-def _rotations(graph: Graph) -> None:
+def _rotations(graph: Graph, ops: str) -> None:
     for node in graph.findAllNodes("aten::add"):
         straight, across = _made_by(node.inputsAt(0), "aten::mul"), _made_by(node.inputsAt(1), "aten::mul")
         if straight is None or across is None or not _is(node.inputsAt(2), 1):
@@ -59,7 +62,7 @@ def _rotations(graph: Graph) -> None:
         x, cos = straight.inputsAt(0), straight.inputsAt(1)
         turned, sin = across.inputsAt(0), across.inputsAt(1)
         if _turned(turned, x) and _one_type(x, cos, sin):
-            _replace(graph, node, "tandem::rotate", [x, cos, sin])
+            _replace(graph, node, f"{ops}::rotate", [x, cos, sin])
 
 
 def _turned(value: Value, x: Value) -> bool:
@@ -91,10 +94,10 @@ def _is_half(half: Value, x: Value) -> bool:
     return size is not None and size.inputsAt(0) == x and _is(size.inputsAt(1), 3)
 
 
-def _sums(graph: Graph) -> None:
+def _sums(graph: Graph, ops: str) -> None:
     for node in graph.findAllNodes("aten::add"):
         for beside, product in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
-            linear = _made_by(product, "tandem::linear") or _made_by(product, "tandem::linear_codes")
+            linear = _made_by(product, f"{ops}::linear") or _made_by(product, f"{ops}::linear_codes")
             plain = len(product.uses()) == 1 and _is(node.inputsAt(2), 1) and _one_type(product, beside)
             if linear is not None and plain:
                 _replace(graph, node, f"{linear.kind()}_add", [*linear.inputs(), beside])
@@ -110,6 +113,7 @@ _LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], int]] = {
         ((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, torch._C.StringType.get())),
         5,
     ),
+    "tandem_gpu::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
 }
 
 
@@ -117,10 +121,10 @@ def _several(kind: str) -> str:
     return kind.replace("::linear", "::linears")
 
 
-def _siblings(graph: Graph) -> None:
+def _siblings(graph: Graph, ops: str) -> None:
     """Linear layers of the same rows, all in the place of the first: their other inputs are constants."""
     groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
-    for kind in _LINEARS:
+    for kind in (kind for kind in _LINEARS if kind.startswith(f"{ops}::")):
         for node in graph.findAllNodes(kind):
             if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
                 groups[kind, node.inputsAt(0).debugName()].append(node)
@@ -139,6 +143,22 @@ def _siblings(graph: Graph) -> None:
             node.output().replaceAllUsesWith(output)
 
 
+def place_together(graph: Graph, module: torch.nn.Module) -> None:
+    """Places the weights, and the biases, of siblings on CUDA one after the other in memory, where one product reads
+    them all. The module's parameters move there: every graph has the same tensors, so nothing is kept twice."""
+    owners = {parameter.data_ptr(): parameter for parameter in module.parameters()}
+    for node in graph.findAllNodes(f"{CUDA}::linears"):
+        for made in (node.inputsAt(1).node(), node.inputsAt(2).node()):
+            values = [value.toIValue() for value in made.inputs()]
+            parts = [None if value is None else owners.get(value.data_ptr()) for value in values]
+            there = [part for part in parts if part is not None]
+            if len(there) < len(parts) or len({(part.dtype, part.shape[1:]) for part in there}) > 1:
+                continue
+            together = torch.split(torch.cat([part.data for part in there]), [len(part) for part in there])
+            for part, new in zip(there, together, strict=True):
+                part.data = new
+
+
 def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:
     node = graph.create("prim::ListConstruct", values, 1)
     node.insertBefore(before)
@@ -146,7 +166,7 @@ def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:
     return node.output()
 
 
-def _gates(graph: Graph) -> None:
+def _gates(graph: Graph, ops: str) -> None:
     for node in graph.findAllNodes("aten::mul"):
         for gate, up in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
             if (silu := _made_by(gate, "aten::silu")) is not None:
@@ -159,11 +179,11 @@ def _gates(graph: Graph) -> None:
                 continue
             name = graph.insertConstant(act)
             name.node().moveBefore(node)
-            _replace(graph, node, "tandem::gated", [silu.inputsAt(0), up, name])
+            _replace(graph, node, f"{ops}::gated", [silu.inputsAt(0), up, name])
             break
 
 
-def _gated_siblings(graph: Graph) -> None:
+def _gated_siblings(graph: Graph, _ops: str) -> None:
     for node in graph.findAllNodes("tandem::gated"):
         gate, up = node.inputsAt(0), node.inputsAt(1)
         apart = _made_by(gate, "prim::ListUnpack")
@@ -197,11 +217,17 @@ _BY_ROWS = {
     "tandem::linears_gated": (0,),
     "tandem::linears_codes_gated": (0,),
     "tandem::gated": (0, 1),
+    "tandem_gpu::rms_norm": (0,),
+    "tandem_gpu::linear": (0,),
+    "tandem_gpu::linear_add": (0, 5),
+    "tandem_gpu::linear_codes": (0,),
+    "tandem_gpu::linear_codes_add": (0, 10),
+    "tandem_gpu::gated": (0, 1),
     "aten::add": (0, 1),
 }
 
 
-def _wanted_rows(graph: Graph) -> None:
+def _wanted_rows(graph: Graph, _ops: str) -> None:
     """Moves x[:, wanted] up to the inputs of x, as long as x has no other use."""
     nodes = list(graph.nodes())
     for last in (node for node in nodes if node.kind() == "aten::index"):

@@ -24,6 +24,7 @@ from torch import nn
 from engine.attention.forward_context import Batch, current_step
 from engine.kv.kv_cache_spec import StateFacts
 from engine.kv.state_memory import Key, StateMemory
+from engine.runner.recurrences import Forward
 
 OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions that do not know it
 
@@ -75,7 +76,8 @@ class Mixer:
 
     def __init__(self, name: str, module: nn.Module, argument: str) -> None:
         self.name, self.module, self.argument = name, module, argument
-        self.by_token = False  # set by engine.loading.state_probe
+        self.by_token = False  # set by engine.loading.state_probe, as is the next one
+        self.forward: Forward = type(module).forward  # or that over Tandem's operators
         self._signature = inspect.signature(type(module).forward)
 
     def switch(self, on: bool) -> None:
@@ -104,7 +106,7 @@ class Mixer:
         for rows, slots, previous in _calls(batch, self.by_token):
             part = {name: _pick(value, rows, total) for name, value in given.items()}
             part[self.argument] = SlotStates(step.pages.states, slots, previous)
-            result = type(self.module).forward(self.module, **part)
+            result = self.forward(self.module, **part)
             single = not isinstance(result, tuple)
             results = (result,) if single else result
             out = out or [_packed_like(each, total) for each in results]
@@ -128,7 +130,9 @@ class Mixers:
     def __str__(self) -> str:
         alone = sum(mixer.by_token for mixer in self.each)
         slow = f", {alone} of them one token at a time" if alone else ""
-        return f"{len(self.each)} recurrent layers with {len(self.facts.states)} states{slow}"
+        ours = sum(mixer.forward is not type(mixer.module).forward for mixer in self.each)
+        fast = f", {ours} of them by compiled operators" if ours else ""
+        return f"{len(self.each)} recurrent layers with {len(self.facts.states)} states{slow}{fast}"
 
 
 def _calls(batch: Batch, by_token: bool) -> Iterator[tuple[torch.Tensor, list[int], bool]]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention import implementation, paged
 from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
-from engine.gpu import block_digest, kernel_choice
+from engine.gpu import block_digest, kernel_choice, layers
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
@@ -77,6 +77,7 @@ class ModelRunner:
         self.only_panels = 0  # bytes of this rank's weights of which only packed copies are left
         self.weights = CHECKPOINT  # or the format that their products have
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
+        self.cuda_products = False  # Triton's serve, on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
         self.mixers: Mixers | None = None  # set by engine.loading.model_loader, if there are recurrent layers
@@ -155,7 +156,7 @@ class ModelRunner:
     def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""
         with torch.inference_mode(), self.exact():
-            if self.recorded is not None and step.compiled and step.facts is self.facts:
+            if self.recorded is not None and step.facts is self.facts:
                 return self.recorded(step, wanted)
             return self.by_modules(step, wanted)
 
@@ -196,6 +197,24 @@ class ModelRunner:
         )
         return line
 
+    def choose_products(self) -> str:
+        """Takes Triton's products and norms where they prove themselves on the device; returns a line about it."""
+        line = layers.prepare(self.module, self.device)
+        self.cuda_products = line.startswith(layers.NAME)
+        return line
+
+    def unrecordable_on_cuda(self) -> str | None:
+        """Why the forward runs by modules there; None if it can be recorded, empty on other devices."""
+        if self.cuda_kernel is None or not self.cuda_products:
+            return "Triton's attention and products do not both serve" if self.device.type == "cuda" else ""
+        if not hasattr(self.cuda_kernel, "tiles"):
+            return f"{self.cuda_kernel.name} is no operator"
+        kept = element_dtype(self.kv_dtype) or self.dtype
+        refused = {self.cuda_kernel.refusal(fact, kept, self.block_size) for fact in self.facts} - {None}
+        if refused:
+            return f"attention by the reference plans each step on the host ({'; '.join(sorted(map(str, refused)))})"
+        return "adapters take the rows of a step apart" if self.lora is not None else None
+
     def exact(self) -> AbstractContextManager[None]:
         return exact(self.device) if self.kernels != REFERENCE else nullcontext()
 
@@ -203,7 +222,7 @@ class ModelRunner:
         """Switches to the paged path; the state in which the model serves."""
         self._without_adapters()
         implementation.switch(self.module, paged.NAME)
-        modules.switch(self.module, self.kernels != REFERENCE)
+        modules.switch(self.module, True)
         weight_quantization.switch(self.module, on=True)
         if self.mixers is not None:
             self.mixers.switch(True)

@@ -7,12 +7,13 @@ A copy is also what a later sequence begins with: a *snapshot* of the state at t
 own, which the pool finds by the hashes of that state. It is copied into the sequence's slot and never shared. KV is
 reused up to the deepest snapshot only. Snapshots are kept where they take at most a quarter of the memory of the KV
 before them, and at the last full block of what is computed at once; in all at most a quarter of the pool, the least
-recently used ones go first.
+recently used ones go first. The pool evicts them like others: who loses one block of a state has lost it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from engine.attention.forward_context import device_done
@@ -24,7 +25,7 @@ from engine.kv.kv_cache import KvCache
 from tandem.errors import TooLarge
 
 SHARE = 4  # of the KV's memory: one in so many blocks
-SNAPSHOT = "snapshot"  # owner of its blocks while they are written
+SNAPSHOT = "snapshot"  # owner of its blocks while they are written or read
 
 
 class SequenceStates:
@@ -40,10 +41,24 @@ class SequenceStates:
         self._most = pool.total // SHARE // self.blocks
         self._interval = SHARE * self.blocks * pool.block_size  # tokens
         self._snapshots: OrderedDict[bytes, list[bytes]] = OrderedDict()  # hash of the block that ends -> of the state
+        self._whose: dict[bytes, bytes] = {}  # the inverse
+        self.evictions = 0  # of snapshots, for lack of room
+        pool.on_lost = self._lost
 
     def __str__(self) -> str:
         state = self._pages.layout.state_bytes
         return f", {self.slots.total} slots of {state / 2**20:.1f} MiB for recurrent states"
+
+    @property
+    def snapshots(self) -> int:
+        """How many a sequence can begin with."""
+        return len(self._snapshots)
+
+    def check(self, running: Iterable[str], live: Iterable[str]) -> list[str]:
+        """One sentence for each inconsistency of slots (as theirs) and snapshots."""
+        lost = sum(self._pool.find(parts) is None for parts in self._snapshots.values())
+        faults = [f"{lost} snapshots of recurrent states lack blocks"] if lost else []
+        return faults + self.slots.check(running, live)
 
     def commit(self) -> bool:
         """The states of the last forward are those of the slots from now on; always True."""
@@ -67,10 +82,8 @@ class SequenceStates:
             return None
         hashes = sequence.reusable(self._pool.block_size)
         for count in range(self._pool.match(hashes), 0, -1):
-            parts = self._snapshots.get(hashes[count - 1])
-            if parts is not None and (blocks := self._pool.find(parts)) is not None:
-                self._snapshots.move_to_end(hashes[count - 1])
-                self.load(sequence.id, blocks)
+            if hashes[count - 1] in self._snapshots:
+                self._begin_with(hashes[count - 1], sequence)
                 return hashes[:count]
         return []
 
@@ -87,12 +100,12 @@ class SequenceStates:
         if not self._most or not (regular or (count > 1 and done % size == 0 and done >= self._last(sequence))):
             return
         digest = sequence.hashes(size)[done // size - 1]
-        if digest in self._snapshots and self._pool.find(self._snapshots[digest]) is not None:
+        if digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return
-        self._forget(digest)
         while len(self._snapshots) >= self._most:
             self._forget(next(iter(self._snapshots)))
+            self.evictions += 1
         if self._pool.take(SNAPSHOT, [], self.blocks) is None:
             return
         parts = block_hash.of_state(digest, done, self.blocks)
@@ -101,14 +114,31 @@ class SequenceStates:
             self._pool.publish(SNAPSHOT, index, part)
         self._pool.drop(SNAPSHOT)
         self._snapshots[digest] = parts
+        self._whose |= dict.fromkeys(parts, digest)
 
     def forget(self, sequence: Sequence) -> None:
         """Its states are in doubt: removes the snapshots of all of its beginnings."""
         for digest in sequence.hashes(self._pool.block_size):
             self._forget(digest)
 
+    def _begin_with(self, digest: bytes, sequence: Sequence) -> None:
+        """Copies a snapshot into the sequence's slot. From now on it is the most recently used one."""
+        self._snapshots.move_to_end(digest)
+        self._pool.take(SNAPSHOT, self._snapshots[digest], self.blocks)
+        self.load(sequence.id, self._pool.table(SNAPSHOT))
+        self._pool.drop(SNAPSHOT)
+
+    def _lost(self, part: bytes) -> None:
+        """The pool has given this block to somebody else."""
+        if part in self._whose:
+            self._forget(self._whose[part])
+            self.evictions += 1
+
     def _forget(self, digest: bytes) -> None:
-        self._pool.forget(self._snapshots.pop(digest, ()))
+        parts = self._snapshots.pop(digest, [])
+        for part in parts:
+            del self._whose[part]
+        self._pool.forget(parts)
 
     def _last(self, sequence: Sequence) -> int:
         """The end of the last full block before its last token."""

@@ -23,13 +23,14 @@ from torch.jit import TracerWarning, _get_trace_graph, optimized_execution  # ty
 from engine.attention.forward_context import BASE, Batch, Rows, Step
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache import KvCache
-from engine.kv.kv_cache_spec import CallFacts, smallest_reach
-from engine.runner.graph_fusion import fuse
+from engine.kv.kv_cache_spec import smallest_reach
+from engine.runner.graph_fusion import CPU, CUDA, fuse, place_together
 from engine.runner.model_runner import ModelRunner, RecordedForward
 
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
+GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # on CUDA, of the logits' standard deviation
 CHECKS = str(Path(torch.nn.__file__).parent)  # argument checks of torch's own layers, which examine only sizes
 Replay = Callable[..., torch.Tensor]
 
@@ -48,16 +49,16 @@ class _Pages:
 class _Recorded:
     """A Step that has only tensors."""
 
-    compiled = True
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int, adapters: int
-    ) -> None:
-        """`adapters` of the tensors are those of engine.runner.lora."""
+    def __init__(self, tensors: Sequence[torch.Tensor], step: Step, block_size: int, adapters: int) -> None:
+        """In the order of `inputs(step)`; `adapters` of them are those of engine.runner.lora."""
+        facts = step.facts
+        self.compiled, self.cuda_kernel = step.compiled, step.cuda_kernel
         self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
         self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
         self.lora = Rows(tuple(tensors[7 : 7 + adapters])) if adapters else None
-        self.pages = _Pages(tensors[7 + adapters :], len(facts), block_size)
+        after = iter(tensors[7 + adapters :])
+        self.plans = {key: ((next(after), next(after)), (next(after), next(after))) for key in _tiles(step)}
+        self.pages = _Pages(list(after), len(facts), block_size)
         self.facts = facts
         self.calls = 0
 
@@ -78,13 +79,21 @@ def inputs(step: Step) -> tuple[torch.Tensor, ...]:
     pages += [view for view in scales if view is not None]
     own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
     adapters = step.lora.tensors if step.lora is not None else ()
-    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *adapters, *pages)
+    tiles = [tensor for both in _tiles(step).values() for pair in both for tensor in pair]
+    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *adapters, *tiles, *pages)
+
+
+def _tiles(step: Step) -> dict[Any, Any]:
+    """Of attention on CUDA, by their key in a step's plans."""
+    kernel: Any = step.cuda_kernel if not step.compiled else None
+    tiles: dict[Any, Any] = {} if kernel is None else kernel.tiles(step, step.facts)
+    return tiles
 
 
 def install(model: ModelRunner) -> str:
     """Replaces the modules' Python in `model.forward` where that can be proven right; returns a line that says so."""
-    if model.kernels == REFERENCE:
-        return "by modules"
+    if model.kernels == REFERENCE and (why := model.unrecordable_on_cuda()) is not None:
+        return f"by modules{why and f', because {why}'}"
     if model.mixers is not None:
         return "by modules, because recurrent layers take the sequences of a step apart"
     try:
@@ -103,7 +112,7 @@ def record(model: ModelRunner) -> RecordedForward:
         parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
 
     def forward(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE, adapters)
+        step: Any = _Recorded(tensors, first, BLOCK_SIZE, adapters)
         return model.by_modules(step, wanted)
 
     batches = _batches(model)
@@ -122,7 +131,8 @@ def record(model: ModelRunner) -> RecordedForward:
             where = f"{Path(each.filename).name}:{each.lineno}"
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
     shorter = graph.copy()
-    fuse(shorter)
+    fuse(shorter, CPU if model.kernels != REFERENCE else CUDA)
+    place_together(shorter, model.module)
     for chosen, what in ((shorter, "fused"), (graph, "plain")):
         candidate: Replay = torch._C._create_function_from_graph("step", chosen)
         try:
@@ -137,7 +147,7 @@ def record(model: ModelRunner) -> RecordedForward:
 
 
 def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batches: list[Batch]) -> str | None:
-    """The batch for which the replay differs from the modules in any bit; None if there is none."""
+    """The batch for which the replay differs from the modules; None if there is none."""
     for batch in batches:
         step = model.step(pages, batch)
         wanted = step.tensor(batch.logits_at)
@@ -148,7 +158,12 @@ def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batc
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
             logits = recorded(step, wanted)
-        if not (torch.equal(logits, expected) and torch.equal(pages.buffer, written)):
+        if model.kernels != REFERENCE:
+            same = torch.equal(logits, expected) and torch.equal(pages.buffer, written)
+        else:
+            gap = (logits.float() - expected.float()).abs().amax(-1) / expected.float().std(-1)
+            same = bool((gap <= GAPS[model.dtype]).all())  # false for NaN
+        if not same:
             return f"{batch.query_lens} new tokens"
     return None
 

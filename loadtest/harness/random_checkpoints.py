@@ -172,7 +172,7 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-# Models that keep a recurrent state beside KV.
+# Models that keep a recurrent state beside KV, or, the last one, without any.
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3-next": {
         "model_type": "qwen3_next",
@@ -234,6 +234,14 @@ HYBRID: dict[str, dict[str, Any]] = {
         "num_experts": 2,
         "mamba_d_state": 8,
         "use_mamba_kernels": False,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
     },
 }
 _NOT_FOR_GPT2 = {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}

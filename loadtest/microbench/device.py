@@ -19,9 +19,11 @@ from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 import typer
 
 from engine.attention.forward_context import Batch
+from engine.gpu import layers
 from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.kv.kv_cache import KvCache
 from engine.loading import attention_probe, self_check
@@ -96,6 +98,8 @@ def run(plan: Plan, device: torch.device, say: Say) -> None:
         f"{plan.shape}: {model.parameters / 1e9:.2f} x 10^9 parameters; a step reads {floors.weights / 1e9:.2f} GB of"
         f" weights and {floors.kv} bytes of KV a token"
     )
+    if model.cuda_products:
+        _products(model.module, plan, device, say)
     _decode(model, plan, floors, bandwidth, say)
     _prefill(model, plan, floors, rate, say)
     _digest(model, plan, say)
@@ -118,6 +122,7 @@ def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> Mode
     if model.kernels != REFERENCE:
         modules.prepare(module)
     say(f"attention: {model.choose_attention()}")
+    say(f"products: {model.choose_products()}")
     say(f"self-check: {self_check.check(model)}")
     say(f"step: {traced_forward.install(model)}; loaded in {perf_counter() - start:.0f} s")
     return model
@@ -155,6 +160,20 @@ def _gemm_rate(plan: Plan, dtype: torch.dtype, device: torch.device) -> float:
 
 def _row(what: str, seconds: float, floor: float) -> str:
     return f"{what:<34} {seconds * 1e3:9.3f} ms, {floor / seconds:6.1%} of the floor of {floor * 1e3:.3f} ms"
+
+
+def _products(module: torch.nn.Module, plan: Plan, device: torch.device, say: Say) -> None:
+    """Triton's products beside torch's, for each shape of weight."""
+    kinds = {modules.oriented(each).shape: each for each in module.modules() if isinstance(each, layers.Linear)}
+    for (n, k), layer in kinds.items():
+        weight = modules.oriented(layer)
+        for rows in (1, max(plan.batches), plan.prompt):
+            x = torch.randn(rows, k, device=device).to(weight.dtype)
+            with torch.inference_mode():
+                ours = _seconds(lambda layer=layer, x=x: layers.multiply(layer, x), plan, device)  # type: ignore[misc]
+                theirs = _seconds(lambda weight=weight, x=x: F.linear(x, weight), plan, device)  # type: ignore[misc]
+            what = f"{rows} rows by {n} x {k}"
+            say(f"{what:<34} {ours * 1e6:9.1f} µs, torch's {theirs * 1e6:.1f} µs, {ours / theirs:.2f} of it")
 
 
 def _noise(pages: KvCache, calls: int) -> None:

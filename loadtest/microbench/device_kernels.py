@@ -1,9 +1,10 @@
 """The first hour with a GPU: every kernel of Tandem on it, against what it must equal. Measures nothing. Not yet run on
 a GPU.
 
-Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; digests
-with numpy; tokens with plain PyTorch. Then a tiny model of each family is loaded on the GPU, which proves its paged
-forward against transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
+Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products
+with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch. Then a
+tiny model of each family is loaded on the GPU, which proves its paged forward against transformers', and its decode
+steps are captured. A line for each; ends with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from torch import nn
 
 from engine.attention import paged
 from engine.core.engine_config import EngineConfig
 from engine.decoding import sampler
 from engine.engine import Engine
-from engine.gpu import block_digest, kernel_choice
+from engine.gpu import block_digest, kernel_choice, layers
+from engine.kernels import weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model
 from loadtest.harness.random_checkpoints import TINY, make_checkpoint
@@ -35,6 +38,8 @@ PAGES = {None: "", torch.int8: ", int8 pages", torch.float8_e4m3fn: ", fp8 pages
 SHAPES = [  # query heads, KV heads, elements of a head
     *((32, 8, 64), (32, 8, 80), (16, 16, 96), (32, 8, 128), (8, 1, 256), (8, 2, 512)),
 ]
+PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
+CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -58,6 +63,23 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
     return _line(problem, "equal within roundings")
 
 
+def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
+    """In plain elements."""
+    line = layers.adopt(nn.Sequential(nn.Linear(k, n, dtype=dtype, device=device)))
+    return _line(None if line.startswith(layers.NAME) else line, "equal within roundings, and a row to itself")
+
+
+def codes(device: torch.device, format: str, group: int) -> str:
+    """Packing reads each weight back, and tries the product. Raises CheckpointRefused."""
+    from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
+
+    generator = torch.Generator().manual_seed(0)
+    units = torch.randn(512, 4096, generator=generator) * {"int8": 40.0, "fp8": 100.0, "int4": 3.0}[format]
+    scales = torch.rand(512, 4096 // group, generator=generator) + 0.1
+    codes.packed(weight_quantization.codes_of(units, format), scales, group, format, device)
+    return "equal within roundings, and a row to itself"
+
+
 def family(device: torch.device, name: str, dtype: torch.dtype) -> str:
     """Loads, checks itself, captures."""
     lines: list[str] = []
@@ -72,6 +94,11 @@ def family(device: torch.device, name: str, dtype: torch.dtype) -> str:
 def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Check]]:
     """Each with its name."""
     yield "digests", lambda: _line(block_digest.wrong(device), "equal to numpy's")
+    for n, k in PRODUCTS:
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"product {n} x {k}, {dtype}", partial(product, device, n, k, dtype)
+    for format, group in CODES:
+        yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
     for fact in calls():
         for dtype in (torch.bfloat16, torch.float32):

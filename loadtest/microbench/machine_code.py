@@ -1,8 +1,8 @@
 """The machine code of the GPU kernels, without a GPU: registers, spills, shared memory and tensor-core instructions.
 
 Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
-Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, or does not use tensor
-cores.
+Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores,
+or would be compiled again while requests run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loadtest.harness.options import numbers
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
+CHANGING = ("rows", "table_row", "t_part")  # parameters that differ from step to step
 GROUP = 4  # query heads of a KV head
 SPLIT_KEYS = 4096
 
@@ -36,9 +37,28 @@ POINTERS = {
     **dict.fromkeys(("k_block", "v_block"), "i64"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
 }
+NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
+    *(
+        "x",
+        "weight",
+        "bias",
+        "beside",
+        "columns",
+        "ends",
+        "ends_second",
+        "depth",
+        "group",
+        "x_row",
+        "s_col",
+        "w_col",
+        "b_row",
+        "o_row",
+        "size",
+    ),
 )
 
 
@@ -87,6 +107,53 @@ def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool
     )
 
 
+def product(
+    architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16, format: str = ""
+) -> Code:
+    """A layer's product in a step of few rows, or in a larger one; `format` of quantised weights, int4 in groups."""
+    from engine.gpu import product_kernels, products
+
+    depth = {"": None, "int4": 32}.get(format, 64)
+    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
+    launch = tiling.launch
+    options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": True}
+    fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
+    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": not format}
+    own = NAMES[dtype]
+    types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
+    types |= {"scales": "*fp32", "zeros": "*u8"}
+    types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
+    what = f", {format or 'float32'}" if format or dtype == torch.float32 else ""
+    name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
+    code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
+    return replace(code, products=dtype != torch.float32)
+
+
+def norm(architecture: int, size: int) -> Code:
+    """RMS norm of rows of `size` elements."""
+    from engine.gpu import product_kernels, products
+
+    types = dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32", "offset": "fp32"}
+    tile = max(1, products.NORM_ELEMENTS // size)
+    fixed, options = {"ROWS": tile, "SIZE": size, "ROUND_FIRST": True}, {"num_warps": 8 if size > 4096 else 4}
+    code = compiled(f"RMS norm of {size}", product_kernels.rms_norm, fixed, types, architecture, options)
+    return replace(code, products=False)
+
+
+def rows(architecture: int) -> Iterator[Code]:
+    """Rotary embedding of heads of 128, and gates."""
+    from engine.gpu import product_kernels, products
+
+    types, options = dict.fromkeys(("x", "cos", "sin", "out", "gate", "up"), "*bf16"), {"num_warps": 4}
+    for kernel, fixed in (
+        (product_kernels.rotate, {"HEADS": 16, "HALF": 64}),
+        (product_kernels.gated, {"ACT": 0, "TILE": products.NORM_ELEMENTS}),
+    ):
+        code = compiled(kernel.__name__, kernel, fixed, types, architecture, options)
+        yield replace(code, products=False)
+
+
 def digest(architecture: int) -> Code:
     """The sums of blocks' words."""
     from engine.gpu import block_digest, digest_kernel
@@ -115,6 +182,9 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    again = [one.name for one in kernel.params if one.name in CHANGING and not one.do_not_specialize]
+    if again:
+        raise SystemExit(f"{name} would be compiled again in a step of another size: {', '.join(again)} is specialised")
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     fixed = {(names.index(one),): value for one, value in constants.items()}
@@ -164,5 +234,16 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                 if variants:
                     yield attention(architecture, dim, single=single, quantised=True)
                     yield attention(architecture, dim, single=single, window=4096)
+        for n, k in PRODUCTS if variants else PRODUCTS[:1]:
+            for few in (True, False):
+                yield product(architecture, n, k, few=few)
+        if variants:
+            for few in (True, False):
+                yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)
+                for format in ("int8", "fp8", "int4"):
+                    yield product(architecture, 4096, 4096, few=few, format=format)
+            yield norm(architecture, 16384)
+            yield from rows(architecture)
+        yield norm(architecture, 4096)
         yield digest(architecture)
         yield sampling(architecture)

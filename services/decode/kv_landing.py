@@ -10,13 +10,15 @@ The staging has room for STAGED_BYTES; parts of transfers take turns.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections import abc
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import structlog
 
 from engine.core.kv_conversion import converters
 from engine.core.kv_layout import KvLayout
+from engine.core.sequence import Sequence
 from engine.kv.kv_converter import KvConverter
 from engine.runner.block_reader import block_reader
 from kvtransfer.sender import PART_BYTES
@@ -34,7 +36,9 @@ MOST = 2  # layouts other than the worker's own: those before and after an upgra
 class KvLanding:
     """The staging of one other layout. Made on any thread: it touches its memory, and starts a transport."""
 
-    def __init__(self, worker: Worker, layout: KvLayout, names: Sequence[str], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, worker: Worker, layout: KvLayout, names: abc.Sequence[str], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.layout, self.names = layout, ", ".join(names)
         longest = -(-worker.engine.model.max_model_len // layout.block_size)
         count = 2 * max(1, min(STAGED_BYTES // 2 // layout.block_bytes, longest))
@@ -62,12 +66,12 @@ class KvLanding:
             places, self._free = self._free[:count], self._free[count:]
             return places
 
-    def give(self, places: Sequence[int]) -> None:
+    def give(self, places: abc.Sequence[int]) -> None:
         """On the event loop."""
         self._free += places
         self._given.set()
 
-    def give_soon(self, places: Sequence[int]) -> None:
+    def give_soon(self, places: abc.Sequence[int]) -> None:
         """On any thread."""
         self._loop.call_soon_threadsafe(self.give, places)
 
@@ -78,14 +82,20 @@ class Landed:
     sequence."""
 
     landing: KvLanding
-    table: Sequence[int]  # this worker's blocks of the sequence
+    table: abc.Sequence[int]  # this worker's blocks of the sequence
     tokens: range  # that are written; those before are cached, in blocks of others too
     places: dict[int, int]  # index in the sequence -> where it lies in the staging
+
+    def expected(self, sequence: Sequence) -> dict[int, tuple[bytes, int]]:
+        """The source's blocks that have `tokens`, by index: what the digest of each is bound to, and where it goes."""
+        size = self.landing.layout.block_size
+        contexts = sequence.contexts(size, 0)
+        return {index: (contexts[index], index) for index in range(self.tokens.start // size, len(contexts))}
 
     async def read(
         self,
         peer: Peer,
-        pairs: Sequence[Pair],
+        pairs: abc.Sequence[Pair],
         stall: float,
         failing: Callable[[TandemError], None] | None = None,
     ) -> ReadStats:
@@ -106,7 +116,7 @@ class Landed:
     def why(self, peer: Peer) -> str:
         return self.landing.transport.why(peer)
 
-    def digest_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
+    def digest_blocks(self, blocks: abc.Sequence[tuple[int, bytes]]) -> abc.Sequence[bytes]:
         """Digests of the bytes that came; then they are converted, also if they are wrong: the sequence is not used
         then. On a thread."""
         staged = [(self.places.pop(index), index) for index, _ in blocks]
@@ -142,7 +152,7 @@ class KvLandings:
         # A caller that is cancelled leaves it to the next one, or to `close`.
         return await asyncio.shield(asyncio.ensure_future(self._landing(layout, names)))
 
-    async def _landing(self, layout: KvLayout, names: Sequence[str]) -> KvLanding:
+    async def _landing(self, layout: KvLayout, names: abc.Sequence[str]) -> KvLanding:
         async with self._making:
             if layout.hash() not in self._made:
                 if len(self._made) == MOST:

@@ -154,14 +154,13 @@ class RemotePrefill:
         self, request: decode_pb2.DecodeRequest, sequence: Sequence, prefill: PrefillPeer
     ) -> prefill_pb2.PrefillRequest:
         """In the source's own blocks."""
-        block_size = prefill.landing.layout.block_size if prefill.landing else self._worker.layout.block_size
         return prefill_pb2.PrefillRequest(
             request_id=f"{request.request_id}/{request.attempt}",
             token_ids=request.token_ids,
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
-            skip_blocks=sequence.cached // block_size,
+            skip_blocks=_first_missing(self._worker, sequence, prefill.landing),
             layout_hash=prefill.peer.layout_hash,
             incarnation=request.prefill.incarnation,
             source_progress=not prefill.transport.one_sided(prefill.peer),
@@ -250,25 +249,17 @@ class PrefillStream:
         the copy of its recurrent states."""
         sequence, pool = self._sequence, self._worker.engine.pool
         _check_adapter(opened, sequence)
-        if self._prefill.landing is not None:
-            self._receive(opened, *self._convert(self._prefill.landing))
+        if (landing := self._prefill.landing) is not None:
+            tokens = range(sequence.cached, len(sequence.tokens))
+            self._landed = landed = Landed(landing, list(pool.table(sequence.id)), tokens, {})
+            self._receive(opened, landed, landed.expected(sequence), landed.digest_blocks)
             return
         states = self._worker.engine.state_blocks
         contexts, table = sequence.contexts(pool.block_size, states), pool.table(sequence.id)
         places = table[: len(contexts) - states] + table[len(table) - states :]
-        missing = range(sequence.cached // pool.block_size, len(contexts))
+        missing = range(_first_missing(self._worker, sequence, None), len(contexts))
         expected = {index: (contexts[index], places[index]) for index in missing}
         self._receive(opened, self._worker.transport, expected, self._digest_blocks)
-
-    def _convert(self, landing: KvLanding) -> tuple[Reads, dict[int, tuple[bytes, int]], DigestBlocks]:
-        """Expects the source's blocks from the one that has the first token that is not cached here."""
-        sequence, pool = self._sequence, self._worker.engine.pool
-        size = landing.layout.block_size
-        contexts = sequence.contexts(size, 0)
-        tokens = range(sequence.cached, len(sequence.tokens))
-        self._landed = landed = Landed(landing, list(pool.table(sequence.id)), tokens, {})
-        missing = range(sequence.cached // size, len(contexts))
-        return landed, {index: (contexts[index], index) for index in missing}, landed.digest_blocks
 
     def _receive(
         self,
@@ -373,6 +364,15 @@ def _first_token(
         prompt_logprobs=first.prompt_logprobs if first.HasField("prompt_logprobs") else None,
     )
     return decode_pb2.DecodeResponse(tokens=tokens)
+
+
+def _first_missing(worker: Worker, sequence: Sequence, landing: KvLanding | None) -> int:
+    """The first of a prompt's blocks, as the source has them, that has to arrive: after those cached here. Those
+    of a model without attention hold nothing, so it is the first of the state's copy."""
+    if landing is not None:
+        return sequence.cached // landing.layout.block_size
+    pool = worker.engine.pool
+    return sequence.cached // pool.block_size if worker.layout.calls else pool.blocks_for(len(sequence.tokens))
 
 
 def _report(stats: TransferStats, exposed: float, converted: str) -> common_pb2.TransferReport:

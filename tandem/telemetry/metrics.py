@@ -253,6 +253,7 @@ class Load(NamedTuple):
     preemptions: int  # since the start
     places: int = 1  # for streams, within the objective `slo_tpot_s`
     product_time_ratio: float | None = None  # measured at load; None: nothing was
+    states: tuple[int, int, int, int] | None = None  # slots free and held, snapshots, their evictions so far
 
 
 class Transfer:
@@ -368,9 +369,20 @@ class WorkerMetrics(Metrics):
                 "Time of the compiled products over torch's, measured at load: of the model's shapes the worst.",
                 load.product_time_ratio,
             )
+        if load.states is not None:
+            yield from _of_states(*load.states)
         if self.vllm:
             running = load.inflight - load.waiting
             yield _gauge("vllm:num_requests_running", "Requests in progress that do not wait.", running)
+
+
+def _of_states(free: int, held: int, snapshots: int, evictions: int) -> Iterator[Metric]:
+    slots = GaugeMetricFamily("tandem_state_slots", "Slots of recurrent states by state.", labels=["state"])
+    slots.add_metric(["free"], free)
+    slots.add_metric(["held"], held)
+    yield slots
+    yield _gauge("tandem_state_snapshots", "Copies of states with which a sequence can begin.", snapshots)
+    yield CounterMetricFamily("tandem_state_snapshot_evictions", "Snapshots that made room.", value=evictions)
 
 
 def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:

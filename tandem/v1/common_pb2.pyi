@@ -136,7 +136,7 @@ class LedgerEntry(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class Ledger(_message.Message):
-    __slots__ = ("worker", "total", "free", "cached", "held", "entries", "faults")
+    __slots__ = ("worker", "total", "free", "cached", "held", "entries", "faults", "states")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Ledger(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     FAULTS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
     total: int
     free: int
@@ -151,4 +152,17 @@ class Ledger(_message.Message):
     held: int
     entries: _containers.RepeatedCompositeFieldContainer[LedgerEntry]
     faults: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
+    states: StateLedger
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., faults: _Optional[_Iterable[str]] = ..., states: _Optional[_Union[StateLedger, _Mapping]] = ...) -> None: ...
+
+class StateLedger(_message.Message):
+    __slots__ = ("total", "free", "owners", "snapshots")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    owners: _containers.RepeatedScalarFieldContainer[str]
+    snapshots: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., owners: _Optional[_Iterable[str]] = ..., snapshots: _Optional[int] = ...) -> None: ...

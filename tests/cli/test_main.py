@@ -20,7 +20,7 @@ from cli.main import app
 from cli.output import sentence
 from tandem import errors
 from tandem.results import Completion
-from tandem.v1 import generation_pb2
+from tandem.v1 import common_pb2, generation_pb2
 
 MAIN = "import cli.main; cli.main.main()"
 
@@ -373,6 +373,13 @@ async def test_audit_balances(fake: Any) -> None:
     assert "free 5 + held 2 + cached 1 = total 8" in result.out
     assert "sequence:r-9  2 blocks  3-4  1.50 s" in result.out
     assert "balanced: 16 blocks of 2 workers" in result.out
+
+
+async def test_audit_shows_the_slots_of_recurrent_states(fake: Any) -> None:
+    """Under the blocks of their worker, with the snapshots."""
+    fake.audit.ledgers[1].states.MergeFrom(common_pb2.StateLedger(total=4, free=3, owners=["sequence:r"], snapshots=1))
+    result = await run("audit", "--target", fake.target)
+    assert "  state slots: free 3 + held 1 = total 4; 1 snapshot in cached blocks\n" in result.out
 
 
 async def test_audit_fails_when_it_does_not_balance(fake: Any, events: Any) -> None:

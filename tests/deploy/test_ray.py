@@ -102,9 +102,9 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def load(client: Client, expected: list[int]) -> Iterator[list[str]]:
-    """Streams inside the block, which begins when each worker has some: why an attempt of one that has ended was not
-    its last, other than that its worker drained and took it no more. Fails if a stream does, or has other tokens."""
+def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]]:
+    """Streams inside the block, which begins when each worker has some: why this worker's attempt of one that has ended
+    was not its last, other than that it drained and took it no more. Fails if a stream does, or has other tokens."""
     again: list[str] = []
     ended, stop = threading.Semaphore(0), threading.Event()
 
@@ -113,7 +113,7 @@ def load(client: Client, expected: list[int]) -> Iterator[list[str]]:
             answer = client.generate(PROMPT, max_tokens=len(expected), ignore_eos=True, timeout=SOON_S)
             assert answer.token_ids == expected
             ended.release()
-            notes = [note for note in answer.receipt.notes if note.startswith("attempt ")]
+            notes = [note for note in answer.receipt.notes if note.startswith("attempt ") and f" {worker}" in note]
             again.extend(note for note in notes if not note.endswith("is draining; place the request elsewhere"))
 
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -190,7 +190,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         after = {one.worker_id: one.incarnation for one in client.workers().workers}
         assert after == before
         leaves = nodes["decode-1"]
-        with load(client, expected) as again:
+        with load(client, expected, "decode-1") as again:
             hook = leaves.delete()
             assert hook.popen.wait(leaves.spec["terminationGracePeriodSeconds"]) == 0, hook.text()
             leaves.terminate()
@@ -198,7 +198,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         assert again == []
         lost = start("decode", "2")
         when(client, workers | {"decode-2": lost.ip})
-        with load(client, expected) as again:
+        with load(client, expected, "decode-2") as again:
             end(lost)
             until(lambda: bool(again))
         driver.terminate()

@@ -28,8 +28,9 @@ from engine.attention import mla
 from engine.attention.forward_context import Batch, Step
 from engine.core.sequence import Sequence
 from engine.decoding import sampler
-from engine.gpu import paged_attention, sampling, sampling_kernel
+from engine.gpu import layers, paged_attention, products, sampling, sampling_kernel
 from engine.gpu.paged_attention import TritonAttention
+from engine.kernels import modules
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
@@ -83,12 +84,14 @@ class Launch:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
     """Everything made inside is without data; `cuda` is a device. What only a driver can do is left out."""
-    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens")}
+    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens", "linear", "rms_norm")}
     tensor = torch.tensor
     inference_mode = torch.inference_mode
     monkeypatch.setattr(paged_attention, "attend", launches["attend"])
     monkeypatch.setattr(paged_attention, "merge", launches["merge"])
     monkeypatch.setattr(sampling_kernel, "choose_tokens", launches["choose_tokens"])
+    monkeypatch.setattr(products.kernels, "linear", launches["linear"])
+    monkeypatch.setattr(products.kernels, "rms_norm", launches["rms_norm"])
     monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **more: tensor(*given, **more))
     monkeypatch.setattr(torch, "inference_mode", lambda *given: inference_mode(*given) if given else torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -106,6 +109,11 @@ def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
         RunnerConfig(max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE),
     )
     runner.cuda_kernel = TritonAttention(LONGEST)
+    for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
+        if layers.weight_of(each) is not None:
+            each.__dict__[modules.REPLACEMENT] = layers.Linear
+        elif "RMSNorm" in type(each).__name__ and len(each._parameters) == 1 and not each._buffers:
+            each.__dict__.update({modules.REPLACEMENT: layers.RmsNorm, modules.NORM: (1e-6, 0.0, True)})
     runner.use_paged_attention()
     return runner
 
@@ -136,6 +144,7 @@ def test_a_forward_never_waits_for_the_device(family: tuple[str, Any], pretended
         assert logits.device == GPU
         assert logits.shape == (len(sequences), runner.vocab_size)
     assert pretended["attend"].launched > 0 or runner.latent
+    assert pretended["linear"].launched > 0
 
 
 @pytest.mark.parametrize(

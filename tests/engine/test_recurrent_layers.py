@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from engine import builder, kernels
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.engine import Engine
@@ -22,6 +24,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
+from tandem.settings import Settings
 from tests.support import oracle
 
 Checkpoint = Callable[[str], Path]
@@ -195,9 +198,25 @@ def test_what_is_not_served_beside_recurrent_layers_is_refused(checkpoint: Check
         load(checkpoint("tiny-lfm2"), later_rank=4)
 
 
+def test_an_order_of_sums_that_recurrent_layers_do_not_have_is_refused(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """One that the products have: by name, with what to do. Without the setting the model is served."""
+    if (order := kernels.sum_order(CPU, torch.float32)) == kernels.PLAIN:
+        pytest.skip("the compiled operators are not built, so there is no order to ask for")
+    asked: dict[str, Any] = {"model": str(checkpoint("tiny-lfm2")), "device": "cpu", "dtype": "float32"}
+    with pytest.raises(SettingsError, match=f"sum_order is {order}, and .* has recurrent layers.*leave") as refused:
+        builder.build_engine(Settings(**asked, sum_order=order), lambda _: None)
+    assert (refused.value.field, refused.value.bound) == ("sum_order", "fastest")
+    builder._check_order(Settings(**asked), loaded("lfm2"))
+    # In float32 the orders of bfloat16 are one, which has a name of its own; several ranks add theirs.
+    other: Any = SimpleNamespace(mixers=None, sum_order="chain16x2")
+    builder._check_order(Settings(**asked, sum_order="tile32"), other)
+
+
 def test_quantised_kv_beside_states(checkpoint: Checkpoint) -> None:
     """K and V of the attention layers in int8: the paged path still equals eager attention over the stored values."""
-    model = load(checkpoint("tiny-qwen3-next"), kv_dtype="int8")
+    model = load(checkpoint("tiny-qwen3-5"), kv_dtype="int8")
     report = self_check.run(model)
     assert report.gap < EXACT
     assert report.kept_gap < EXACT
@@ -267,6 +286,35 @@ def test_snapshots_stay_within_their_share_and_the_ledger_balances(
         run(engine, [Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=30, max_len=32)])
         assert 0 < len(states._snapshots) <= 48 // 4 // states.blocks
     assert engine.pool.free + engine.pool.cached == 48
+
+
+def served_between(engine: Engine, folder: Path, others: int) -> int:
+    """The least cached tokens of a prompt that comes again after each of so many others."""
+    cached: list[int] = []
+    kept, *rest = oracle.prompts(folder, [29] * (1 + others))
+    for number, prompt in enumerate(rest):
+        run(engine, [Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=29, max_len=30)])
+        one = Sequence(id=f"k{number}", tokens=list(kept), prompt_len=29, max_len=30)
+        run(engine, [one])
+        cached.append(one.cached)
+    return min(cached[1:])
+
+
+def test_a_snapshot_that_is_used_is_not_evicted_before_others(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pool is full of other prompts' blocks; in the control, where reading one is no use of it, it is."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model, blocks=36)
+    assert served_between(engine, folder, 12) == 28
+    assert engine.states is not None
+    assert engine.states.evictions > 0
+
+    def only_read(self: SequenceStates, digest: bytes, sequence: Sequence) -> None:
+        self.load(sequence.id, self._pool.find(self._snapshots[digest]) or ())
+
+    monkeypatch.setattr(SequenceStates, "_begin_with", only_read)
+    assert served_between(engine_of(model, blocks=36), folder, 12) < 28
 
 
 def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:

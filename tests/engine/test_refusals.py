@@ -115,10 +115,14 @@ def test_missing_tensor(llama: Path) -> None:
         load(llama)
 
 
-def test_mamba(tmp_path: Path) -> None:
-    """A model without attention keeps its state elsewhere and is refused."""
+def test_a_model_without_attention_is_served_only_by_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose states are not known is refused."""
     folder = save(tmp_path, "mamba2", num_hidden_layers=2, hidden_size=32, num_heads=4, head_dim=16, vocab_size=99,
                   n_groups=1, state_size=8)  # fmt: skip
+    assert load(folder, max_model_len=64).mixers
+    monkeypatch.setattr("engine.loading.state_probe.learn", lambda *_: None)
     with pytest.raises(CheckpointRefused, match="makes no call to transformers' attention interface"):
         load(folder, max_model_len=64)
 
@@ -162,7 +166,7 @@ def test_control_without_the_look_at_its_structure_it_is_served_without_its_stat
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrongly: neither the probe nor the self-check detects it."""
-    monkeypatch.setattr("engine.loading.state_probe.learn", lambda _: None)
+    monkeypatch.setattr("engine.loading.state_probe.learn", lambda *_: None)
     load_it = unseen(monkeypatch, save(tmp_path, "falcon_h1", **{**SMALL, **FALCON_H1}))
     assert load_it().mixers is None
 

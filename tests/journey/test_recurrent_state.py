@@ -20,9 +20,13 @@ from kvtransfer.sender import Sender
 from kvtransfer.types import Offer, Peer, Ticket
 from loadtest.harness.random_checkpoints import make_checkpoint
 from services import launch
+from services.router.routing.prefix_index import BlockIndex
 from tandem.async_client import AsyncClient
 from tests.journey.test_handoff import harming, reuse_at_source
+from tests.journey.test_jobs import read
 from tests.journey.test_kill import ids, until
+from tests.journey.test_prefix import known
+from tests.journey.test_requests import until as until_known
 from tests.support import oracle
 from tests.support.faults import Harm
 from tests.support.harness import LocalCluster
@@ -30,7 +34,8 @@ from tests.support.memory import block_view
 
 NEW = 16
 SETTINGS: dict[str, Any] = {"transport": "nixl", "dtype": "float32"}
-FAMILIES = ("qwen3-next", "falcon-h1")  # all others are in test_families; a state of one block, and of several
+# All others are in test_families: a state of one block, and of several; no attention, so blocks without content.
+FAMILIES = ("qwen3-next", "falcon-h1", "mamba2")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ async def ask(cluster: Any, prompt: list[int], **options: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable[[str], Path], family: str) -> None:
     """Many prompts at once, in chunks, then the same ones again, whose KV the decode worker has: only the rest and the
-    state are moved."""
+    state are moved, and of a model without KV the state alone."""
     folder = hybrid(family)
     prompts = oracle.prompts(folder, [1, 7, 8, 9, 40, 64, 65, 150])
     async with inside(model=str(folder), **SETTINGS) as cluster:
@@ -66,10 +71,16 @@ async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable
                 receipt = done.receipt
                 assert (receipt.path, receipt.attempts) == ("disaggregated", 1)
                 skipped = (len(prompt) - 1) // 8 if again else 0
-                assert receipt.transfer.blocks == -(-len(prompt) // 8) - skipped + engine.state_blocks
+                kv = -(-len(prompt) // 8) - skipped if engine.pages.layout.calls else 0
+                assert receipt.transfer.blocks == kv + engine.state_blocks
         await cluster.freed()
         assert await cluster.ledgers_balance()
         assert engine.states.slots.held == 0
+        for ledger in (await cluster.client.audit()).ledgers:
+            worker = cluster.workers[ledger.worker_id]
+            assert (ledger.states.free, ledger.states.total) == (worker.settings.max_num_seqs,) * 2
+            assert ledger.states.snapshots == worker._load().states[2]
+            assert ledger.states.snapshots > 0 or worker.role == "decode"
 
 
 async def test_a_prompt_that_is_computed_where_it_decodes(inside: Any, hybrid: Callable[[str], Path]) -> None:
@@ -82,6 +93,25 @@ async def test_a_prompt_that_is_computed_where_it_decodes(inside: Any, hybrid: C
             assert done.token_ids == oracle.greedy(folder, prompt, NEW)
             assert done.receipt.path == "local"
             assert done.receipt.cached_tokens == cached
+
+
+async def test_the_router_expects_what_a_worker_can_resume(
+    inside: Any, hybrid: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a conversation's next prompt: what is before the last copy of the state, though the worker has further blocks
+    of KV, which is what the router expects in the control."""
+    folder = hybrid("qwen3-next")
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), prefill=0, **SETTINGS) as cluster:
+        answer = await cluster.client.generate(prompt, max_tokens=10, ignore_eos=True)
+        again = prompt + answer.token_ids
+        await until_known(lambda: known(cluster, "decode-0", again) == 48, 5, lambda: "the router did not hear of it")
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockIndex, "_resumable", BlockIndex._leading)
+            assert known(cluster, "decode-0", again) == 56
+        done = await ask(cluster, again)
+        assert done.receipt.cached_tokens == 48
+        assert done.token_ids == oracle.greedy(folder, again, NEW)
 
 
 @pytest.fixture
@@ -226,31 +256,49 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
         assert cluster.workers["decode-0"].engine.scheduler.preemptions > 0
         several = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, n=3)
         assert [each.token_ids for each in several] == [oracle.greedy(folder, prompts[0], NEW)] * 3
+        for each in several[1:]:  # as other requests: from the prefill worker's snapshot, with a state of their own
+            assert (each.receipt.path, each.receipt.cached_tokens) == ("disaggregated", 32)
         await cluster.freed()
         assert await cluster.ledgers_balance()
 
 
-async def test_the_decode_worker_dies_mid_stream(folder: Path) -> None:
-    """SIGKILL: its streams go on at another worker, which gets KV and state of all tokens so far, with the same
-    tokens."""
-    prompts = oracle.prompts(folder, [20, 33, 48, 7])
-    with LocalCluster(folder, decode=2, step_s=0.01, block_size=8, dtype="float32") as cluster:
+async def test_either_worker_dies_mid_stream(folder: Path) -> None:
+    """SIGKILL of a decode worker: its streams and jobs go on at another one, which gets KV and state of all tokens so
+    far. Then of the prefill worker, when only the first blocks of long prompts have moved: they are computed again. The
+    tokens are the same."""
+    short, long = oracle.prompts(folder, [20, 33, 48, 7]), oracle.prompts(folder, [9, 12, 300, 320])
+    with LocalCluster(
+        folder, decode=2, step_s=0.01, block_size=8, dtype="float32", max_num_batched_tokens=16, max_num_seqs=8
+    ) as cluster:
         client = AsyncClient(cluster.target)
-        pieces: list[list[Any]] = [[] for _ in prompts]
 
-        async def one(index: int) -> None:
-            async for piece in client.stream(prompts[index], max_tokens=80, ignore_eos=True, timeout=60):
-                pieces[index].append(piece)
+        async def disturbed(prompts: list[list[int]], new: int, victim: str, when: Callable[[Any], bool]) -> list[Any]:
+            pieces: list[list[Any]] = [[] for _ in prompts]
 
-        running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
-        await until(lambda _: all(len(ids(each)) >= 5 for each in pieces), pieces, running)
-        await asyncio.to_thread(cluster.kill, "decode-0")
-        await running
+            async def one(index: int) -> None:
+                async for piece in client.stream(prompts[index], max_tokens=new, ignore_eos=True, timeout=60):
+                    pieces[index].append(piece)
+
+            running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
+            await until(when, pieces, running)
+            await asyncio.to_thread(cluster.kill, victim)
+            await asyncio.to_thread(cluster.start_worker, victim)
+            await running
+            for prompt, each in zip(prompts, pieces, strict=True):
+                assert ids(each) == oracle.greedy(folder, prompt, new)
+            return [each[-1].receipt.attempts for each in pieces]
+
+        jobs = [(await client.submit(prompt, max_tokens=80, ignore_eos=True)).job_id for prompt in short[:2]]
+        attempts = await disturbed(short, 80, "decode-0", lambda pieces: all(len(ids(each)) >= 5 for each in pieces))
+        assert max(attempts) > 1
+        for job, prompt in zip(jobs, short, strict=False):
+            assert await read(client, job) == oracle.greedy(folder, prompt, 80)
+        attempts = await disturbed(
+            long, NEW, "prefill-0", lambda pieces: all(len(ids(each)) >= 2 for each in pieces[:2])
+        )
+        assert min(attempts[2:]) > 1
+        assert attempts[:2] == [1, 1]
         await client.close()
-        assert any(each[-1].receipt.attempts > 1 for each in pieces)
-        for prompt, each in zip(prompts, pieces, strict=True):
-            assert ids(each) == oracle.greedy(folder, prompt, 80)
-        await asyncio.to_thread(cluster.start_worker, "decode-0")
         cluster.wait_balanced()
 
 

@@ -16,7 +16,7 @@ from engine import kernels
 from loadtest.scenarios.chaos.answer_book import Answer, book, violation, weights
 from loadtest.scenarios.chaos.tally import HUNG, UNKEPT, Detection, Happened, Tally, even_after
 from tandem.errors import DeadlineExceeded, InternalError, ResumeFailed, TandemError, Unavailable, WorkerLost
-from tandem.results import Piece
+from tandem.results import Piece, TokenLogprob
 from tests.loadtest.test_bench import left_behind, start
 
 REQUEST: dict[str, Any] = {"prompt": "Return the"}
@@ -67,6 +67,28 @@ def test_anything_else_with_status_ok_is_wrong(said: Answer, what: str) -> None:
     (wrong,) = judged(said)
     assert what in wrong
     assert "status OK" in wrong
+
+
+@pytest.mark.parametrize(
+    ("of_token", "of_other", "right"), [(1e-6, 1e-6, True), (0.01, 0.0, False), (0.0, 0.01, False)]
+)
+def test_where_sums_have_no_order_log_probabilities_may_differ_a_little(
+    of_token: float, of_other: float, right: bool
+) -> None:
+    """Within the reference's tolerance, in whole answers and beginnings, of answers and prompts; tokens never. Without
+    a tolerance nothing may differ."""
+
+    def said(first: Answer, token: int = 1, of_token: float = 0.0, of_other: float = 0.0) -> Answer:
+        found = TokenLogprob(token, -0.5 + of_token, {token: -0.5 + of_token, 7: -2.0 + of_other})
+        first.add(Piece("a", [token], "length", logprobs=[found], prompt_logprobs=[found]))
+        return first
+
+    reference, strict = said(Answer(1e-3)), said(Answer())
+    received = said(Answer(), 1, of_token, of_other)
+    assert (received.same(reference), received.begins(reference)) == (right, right)
+    assert not received.same(strict)
+    assert not said(Answer(), 2).same(reference)
+    assert strict.same(strict)
 
 
 @pytest.mark.parametrize(

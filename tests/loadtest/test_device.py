@@ -97,7 +97,7 @@ def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(caps
 
 
 def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> None:
-    """All that the kernels claim to serve."""
+    """All that the kernels claim to serve; and about products, plain and over codes."""
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
-    assert len(names) == len(set(names)) == 3 + len(list(device_kernels.calls())) * 2 * 3
+    assert len(names) == len(set(names)) == 3 + len(list(device_kernels.calls())) * 2 * 3 + 2 * 3 + 6

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
 from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
 from planner.capacity import capacity, read_shape
+from planner.report import facts
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.test_gptq_awq_fp8 import ALL, make
 
 built = pytest.mark.skipif(
     kernels.serving(torch.device("cpu")) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
 )
+
+
+UNKNOWN = {"kimi-linear"}  # whose states only a worker knows
 
 
 @pytest.fixture
@@ -124,11 +129,45 @@ def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("family", sorted(HYBRID))
-def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
-    """Their states are not in this arithmetic."""
-    with pytest.raises(CheckpointRefused, match=r"recurrent layers|does not know this kind"):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "float32") for family in sorted(set(HYBRID) - UNKNOWN)),
+        ("qwen3-5", "bfloat16"),
+        ("mamba2", "bfloat16"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_states_of_recurrent_layers_are_as_large_as_the_engines(tmp_path: Path, family: str, dtype: str) -> None:
+    """And the blocks, which have KV of the attention layers alone, and the weights."""
+    shape = read_shape(make_checkpoint(tmp_path, f"tiny-{family}", dtype=dtype))
+    model = load_model(str(tmp_path), dtype=getattr(torch, dtype), device=torch.device("cpu"))
+    layout = model.layout(16)
+    assert shape.state_bytes(dtype) == layout.state_bytes
+    assert shape.block_bytes(16, dtype) == layout.block_bytes
+    assert shape.state_blocks(16, dtype) == layout.state_blocks
+    assert shape.weight_bytes(dtype) == pytest.approx(model.weight_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", sorted(UNKNOWN))
+def test_recurrent_layers_of_other_kinds_are_refused(tmp_path: Path, family: str) -> None:
+    """By the name of one."""
+    with pytest.raises(CheckpointRefused, match=r"recurrent layers \(.*whose states this arithmetic does not know"):
         read_shape(make_checkpoint(tmp_path, f"tiny-{family}"))
+
+
+def test_states_take_memory_from_kv_and_time_to_move(tmp_path: Path) -> None:
+    """Each sequence has a slot, a copy in a handoff takes blocks, and slots alone may be too many."""
+    shape = read_shape(make_checkpoint(tmp_path, "tiny-qwen3-next", dtype="float32"))
+    about: dict[str, Any] = {"memory": 10 * 2**20, "utilization": 1.0, "dtype": "float32", "block_size": 16}
+    about |= {"contexts": (64,), "concurrencies": (1,)}
+    without, found = capacity(shape, **about), capacity(shape, **about, slots=65)
+    assert found.state_slots == 65 * shape.state_bytes("float32") == without.kv - found.kv
+    assert found.concurrency[64] == found.blocks // (4 + shape.state_blocks(16, "float32"))
+    moves = facts(shape, found, dtype="float32", kv_dtype="auto", link=1e6)["transfer_seconds"][64]
+    assert moves == (64 * shape.kv_bytes_per_token("float32") + shape.state_bytes("float32")) / 1e6
+    with pytest.raises(SettingsError, match="slots for recurrent states take"):
+        capacity(shape, **about, slots=100_000)
 
 
 def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> None:

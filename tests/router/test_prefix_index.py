@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,10 +50,11 @@ def tell(
     added: list[bytes],
     removed: list[bytes],
     adapters: dict[str, bytes] | None = None,
+    state_blocks: int = 0,
 ) -> None:
     message = worker_pb2.WatchCacheResponse(sequence=sequence, added=b"".join(added), removed=b"".join(removed))
     message.adapters.update(adapters or {})
-    for _ in index.take(record(*incarnation), message):
+    for _ in index.take(replace(record(*incarnation), state_blocks=state_blocks), message):
         pass
 
 
@@ -124,7 +126,7 @@ def test_a_life_that_is_forgotten_has_nothing_at_once_and_leaves_nothing() -> No
     for incarnation in (other, second, third):
         for _ in index.forget(incarnation):
             pass
-    assert (len(index._holders), index.block_sizes) == (0, set())
+    assert (len(index._holders), index.shapes) == (0, set())
 
 
 STEP = st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
@@ -150,6 +152,23 @@ def test_the_index_says_of_each_life_what_its_own_news_say(steps: list[tuple[int
             leading = next((at for at, digest in enumerate(CHAIN) if digest not in hashes), len(CHAIN))
             assert index.cached(Prompt(TOKENS, b"", ""), (f"decode-{number}", "a")) == leading * SIZE
     assert len(index._holders) == len(set().union(*(hashes for _, hashes in plain.values())))
+
+
+@given(kv=st.sets(st.integers(0, 3)), copies=st.sets(st.integers(0, 3)), tokens=st.integers(1, 18))
+def test_beside_recurrent_states_what_can_be_resumed_counts(kv: set[int], copies: set[int], tokens: int) -> None:
+    """The leading blocks up to the last copy of the states, which leaves a token to compute. Another worker with the
+    same blocks, whose model has no states, can begin after all of them."""
+    parts = [block_hash.of_state(CHAIN[at], (at + 1) * SIZE, 2) for at in sorted(copies)]
+    news = [CHAIN[at] for at in kv] + [part for both in parts for part in both]
+    index, prompt, other = BlockIndex(), Prompt(TOKENS[:tokens], b"", ""), ("prefill-0", "b")
+    tell(index, LIFE, 0, news, [], state_blocks=2)
+    tell(index, other, 0, news, [])
+    full = tokens // SIZE
+    leading = next((at for at in range(full) if at not in kv), full)
+    resumable = max((at + 1 for at in copies if at < leading and (at + 1) * SIZE < tokens), default=0)
+    assert index.cached(prompt, LIFE) == resumable * SIZE
+    assert index.cached(prompt, other) == min(leading * SIZE, tokens - 1)
+    assert index.holders(prompt, "decode", 4) == ([LIFE] if resumable else [])
 
 
 class Gone:

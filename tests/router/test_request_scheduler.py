@@ -278,6 +278,23 @@ async def test_a_request_holds_the_room_that_it_reserves() -> None:
         assert scheduler._workers.decodes.workers["decode-0"].free_blocks == DECODE.blocks_total
 
 
+async def test_a_copy_of_recurrent_states_takes_room_where_kv_arrives() -> None:
+    """Beside the prompt's blocks, and not where the decode worker computes the prompt itself. Who follows another
+    answer to a prompt begins with no state that a worker still has, so it is placed like all others."""
+    decode, prefill = replace(DECODE, state_blocks=3), replace(PREFILL, state_blocks=3)
+    for rules, blocks in (("never", 14), ("always", 11)):
+        scheduler = RequestScheduler(seen(decode, prefill), 5.0, RoutingConfig(rules))  # type: ignore[arg-type]
+        async with scheduler.placed(100, 400, 60.0, "decode-0") as placement:
+            scheduler._workers.settle()
+            free = scheduler._workers.decodes.workers["decode-0"].free_blocks
+            assert decode.blocks_total - free == blocks
+            assert (placement.prefill is None) == (rules == "always")
+    full = replace(decode, blocks_total=11)
+    with pytest.raises(Busy):
+        async with RequestScheduler(seen(full, prefill), 0.01, RoutingConfig()).placed(100, 400, 60.0):
+            pass
+
+
 # ---- waiting at the router for a prefill worker that would begin soon
 
 DECODE = replace(RECORD, max_running=16, blocks_total=10_000, prompt_rate=1000.0)

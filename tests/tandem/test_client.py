@@ -584,3 +584,19 @@ async def test_the_client_adds_up_the_ledger_itself(client: Any, fake: Any, even
     assert not audit.balanced
     assert "= 7, not total 8" in audit.ledgers[0].faults[0]
     assert "3 blocks are held and 2 have an owner" in audit.ledgers[1].faults[0]
+
+
+async def test_slots_of_recurrent_states_are_added_up_again(client: Any, fake: Any) -> None:
+    """As blocks: whatever the worker says of itself, one that is lost or has two owners is a fault."""
+    states = fake.audit.ledgers[1].states
+    for total, owners, fault in (
+        (3, ["a", "b"], ""),
+        (4, ["a", "b"], "1 + held 2 are not"),
+        (3, ["a", "a"], "two"),
+    ):
+        states.Clear()
+        states.MergeFrom(common_pb2.StateLedger(total=total, free=1, owners=owners, snapshots=5))
+        audit = await client.audit()
+        assert audit.ledgers[0].states is None
+        assert (audit.ledgers[1].states.owners, audit.ledgers[1].states.snapshots) == (owners, 5)
+        assert (audit.balanced, fault in "".join(audit.ledgers[1].faults)) == (not fault, True)

@@ -190,6 +190,14 @@ def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
     assert found["tandem_preemptions_total",] == 4
 
 
+def test_slots_and_snapshots_of_recurrent_states_are_told_where_there_are_some() -> None:
+    """Slots add up; a model without recurrent layers has no such samples."""
+    assert not [name for name, *_ in values(of_worker()) if name.startswith("tandem_state_")]
+    found = values(of_worker(LOAD._replace(states=(3, 5, 2, 7))))
+    assert [found["tandem_state_slots", state] for state in ("free", "held")] == [3, 5]
+    assert (found["tandem_state_snapshots",], found["tandem_state_snapshot_evictions_total",]) == (2, 7)
+
+
 def test_the_worst_products_are_told_where_they_were_measured() -> None:
     """Over torch's time; plain PyTorch has nothing to compare."""
     assert ("tandem_product_time_ratio",) not in values(of_worker())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tandem.results import Piece
+from tandem.results import Piece, TokenLogprob
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "many": {"type": "integer"}}}
 LENGTHS = (4, 8, 8, 40, 120)  # of answers, in tokens
@@ -70,9 +71,11 @@ class Choice:
 
 
 class Answer:
-    """The answer that a client has received, and its workers."""
+    """The answer that a client has received, and its workers. Log probabilities of an answer that is compared with this
+    one may differ by `tolerance`; tokens and text never."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = 0.0) -> None:
+        self.tolerance = tolerance
         self.choices: dict[int, Choice] = {}
         self.attempts = 1
         self.job = False  # it was taken as one
@@ -89,8 +92,11 @@ class Answer:
             self.attempts = max(self.attempts, piece.receipt.attempts)
             self.workers.append((piece.receipt.prefill_worker, piece.receipt.decode_worker))
 
-    def same(self, other: Answer) -> bool:
-        return self.choices == other.choices
+    def same(self, reference: Answer) -> bool:
+        return self.choices.keys() == reference.choices.keys() and not any(
+            _differing(choice, reference.choices[number], reference.tolerance)
+            for number, choice in self.choices.items()
+        )
 
     def begins(self, reference: Answer) -> bool:
         """Whether it is a beginning of another answer."""
@@ -98,17 +104,40 @@ class Answer:
             (of := reference.choices.get(number)) is not None
             and of.token_ids[: len(choice.token_ids)] == choice.token_ids
             and of.text.startswith(choice.text)
-            and of.logprobs[: len(choice.logprobs)] == choice.logprobs
+            and close(of.logprobs[: len(choice.logprobs)], choice.logprobs, reference.tolerance)
             for number, choice in self.choices.items()
         )
+
+
+def close(some: Sequence[TokenLogprob], others: Sequence[TokenLogprob], tolerance: float) -> bool:
+    """Whether these are the log probabilities of the same tokens, each within `tolerance` of the other."""
+
+    def alike(one: TokenLogprob, other: TokenLogprob) -> bool:
+        return one == other or (
+            (one.token_id, one.top.keys()) == (other.token_id, other.top.keys())
+            and abs(one.logprob - other.logprob) <= tolerance
+            and all(abs(value - other.top[token]) <= tolerance for token, value in one.top.items())
+        )
+
+    return len(some) == len(others) and all(map(alike, some, others))
+
+
+def _differing(choice: Choice, right: Choice, tolerance: float) -> str:
+    """The name of the first field that differs, or ""."""
+    for each in fields(Choice):
+        got, wanted = getattr(choice, each.name), getattr(right, each.name)
+        equal = close(got, wanted, tolerance) if each.name in ("logprobs", "prompt_logprobs") else got == wanted
+        if not equal:
+            return each.name
+    return ""
 
 
 def difference(received: Answer, reference: Answer) -> str:
     for number, right in reference.choices.items():
         choice = received.choices.get(number, Choice())
-        for name, wanted in asdict(right).items():
-            if (got := getattr(choice, name)) != wanted:
-                return f"choice {number}, {name}: {got!r:.300} instead of {wanted!r:.300}"
+        if name := _differing(choice, right, reference.tolerance):
+            got, wanted = getattr(choice, name), getattr(right, name)
+            return f"choice {number}, {name}: {got!r:.300} instead of {wanted!r:.300}"
     return f"choices {sorted(received.choices)} instead of {sorted(reference.choices)}"
 
 

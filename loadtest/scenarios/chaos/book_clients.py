@@ -94,11 +94,11 @@ async def _request_once(
     return error is None
 
 
-async def answered(target: str, requests: list[dict[str, Any]]) -> list[Answer]:
-    """Each request's answer, one after another."""
+async def answered(target: str, requests: list[dict[str, Any]], tolerance: float = 0.0) -> list[Answer]:
+    """Each request's answer, one after another; others may differ from it by `tolerance`."""
     answers = []
     async with AsyncClient(target) as client:
         for request in requests:
-            answers.append(Answer())
+            answers.append(Answer(tolerance))
             await ask(client, request, answers[-1])
     return answers

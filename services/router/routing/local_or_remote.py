@@ -149,5 +149,5 @@ def path_latency(
 
 
 def blocks_to_move(decode: WorkerSnapshot, tokens: int) -> int:
-    """Blocks of the prompt that the decode worker has not cached."""
-    return -(-decode.uncached(tokens) // decode.block_size)
+    """Blocks of the prompt that the decode worker has not cached, and those of its recurrent states."""
+    return -(-decode.uncached(tokens) // decode.block_size) + decode.state_blocks

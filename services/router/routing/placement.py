@@ -35,7 +35,8 @@ class WorkerSnapshot:
     usable: bool = True  # ready, not suspected to be dead, did not reject a request just now
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
     tp: int = 1  # ranks that it consists of
-    cached: int = 0  # leading tokens of the prompt in question that it has cached
+    state_blocks: int = 0  # that each transfer takes beside those of KV, for recurrent states
+    cached: int = 0  # leading tokens of the prompt in question that it need not compute
 
     def with_cached(self, cached: int) -> WorkerSnapshot:
         """The snapshot for another prompt (dataclasses.replace takes three times as long)."""

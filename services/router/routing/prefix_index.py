@@ -3,6 +3,10 @@
 Each worker streams the hashes of its reusable blocks (services/kv_events.py). After a missing message, or at the end of
 the stream, the router discards what it knows of that worker until it has received all hashes again. Wrong or late
 knowledge costs time and never a token: a worker computes what it has not cached.
+
+A worker of a model with recurrent layers resumes a prompt only where it has a copy of their states. Copies are blocks
+with hashes of their own (engine.core.block_hash.of_state), which are in the stream like others. All blocks of a copy
+come and go together, so the first one stands for it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ RECONNECT_S = 1.0  # before a broken stream is opened again
 MAX_HOLDERS = 8  # workers with the beginning of the prompt that a placement considers
 HASHES_PER_SLICE = 1000  # before the token streams get a turn
 LONG_PROMPT_TOKENS = 8192  # of a prompt; the hashes of a longer one are computed on a thread
+Shape = tuple[int, bool]  # tokens of a block; whether there are recurrent states
 
 
 class Prompt:
@@ -43,6 +48,7 @@ class Prompt:
         self._tokens = list(tokens)
         self._salt = salt
         self._chains: dict[tuple[int, bytes], list[bytes]] = {}
+        self._states: dict[tuple[int, bytes], list[bytes]] = {}
         self.lengths: list[tuple[int, int]] = []  # BlockIndex's answer, and the version of the index that it is from
         self.lengths_at: object = None
 
@@ -55,6 +61,14 @@ class Prompt:
         if key not in self._chains:
             self._chains[key] = block_hash.chain(self._tokens, block_size, self._salt, adapter=fingerprint)
         return self._chains[key]
+
+    def states(self, block_size: int, fingerprint: bytes) -> list[bytes]:
+        """For each full block the hash of a copy of the recurrent states after it."""
+        key = block_size, fingerprint
+        if key not in self._states:
+            chain = enumerate(self.chain(block_size, fingerprint), 1)
+            self._states[key] = [block_hash.of_state_part(digest, at * block_size, 0) for at, digest in chain]
+        return self._states[key]
 
 
 @dataclass
@@ -78,12 +92,12 @@ class BlockIndex:
         self._bits = 0
         self._holders: dict[bytes, int] = {}
         self._roles: dict[str, int] = {}
-        self._kinds: dict[str, dict[tuple[int, bytes], int]] = {}  # adapter -> (block size, fingerprint) -> mask
+        self._kinds: dict[str, dict[tuple[Shape, bytes], int]] = {}  # adapter -> (shape, fingerprint) -> mask
         self._version = object()  # another one after each change
 
     @property
-    def block_sizes(self) -> set[int]:
-        return {block_size for block_size, _ in self._kinds.get("", {})}
+    def shapes(self) -> set[Shape]:
+        return {shape for shape, _ in self._kinds.get("", {})}
 
     def take(self, record: WorkerRecord, message: worker_pb2.WatchCacheResponse) -> Iterator[None]:
         """Applies a worker's next message, one slice per iteration; the iterator must be exhausted. Raises
@@ -139,27 +153,46 @@ class BlockIndex:
         """(leading tokens, mask of the incarnations that have exactly this many), the most first."""
         if prompt.lengths_at is not self._version:
             holders_by_length: dict[int, int] = {}
-            for (block_size, fingerprint), having in self._kinds_of(prompt):
-                tokens = 0
-                for digest in prompt.chain(block_size, fingerprint) if having else ():
-                    still = having & self._holders.get(digest, 0)
-                    if still != having:
-                        holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having & ~still
-                        having = still
-                    if not having:
-                        break
-                    tokens = min(tokens + block_size, len(prompt) - 1)
-                holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having
+            for ((block_size, recurrent), fingerprint), having in self._kinds_of(prompt):
+                lengths = self._resumable if recurrent else self._leading
+                for tokens, mask in lengths(prompt, block_size, fingerprint, having) if having else ():
+                    holders_by_length[tokens] = holders_by_length.get(tokens, 0) | mask
             holders_by_length.pop(0, None)
             prompt.lengths = sorted(holders_by_length.items(), reverse=True)
             prompt.lengths_at = self._version
         return prompt.lengths
 
-    def _kinds_of(self, prompt: Prompt) -> list[tuple[tuple[int, bytes], int]]:
+    def _leading(self, prompt: Prompt, block_size: int, fingerprint: bytes, having: int) -> Iterator[tuple[int, int]]:
+        """The same of the incarnations in `having`, whose blocks have this size."""
+        tokens = 0
+        for digest in prompt.chain(block_size, fingerprint):
+            still = having & self._holders.get(digest, 0)
+            if still != having:
+                yield tokens, having & ~still
+                having = still
+            if not having:
+                return
+            tokens = min(tokens + block_size, len(prompt) - 1)
+        yield tokens, having
+
+    def _resumable(self, prompt: Prompt, block_size: int, fingerprint: bytes, having: int) -> Iterator[tuple[int, int]]:
+        """The same where recurrent states are needed, too: up to the last copy of them within the leading blocks."""
+        lengths: dict[int, int] = {}
+        states = prompt.states(block_size, fingerprint)[: (len(prompt) - 1) // block_size]
+        for number, (digest, state) in enumerate(zip(prompt.chain(block_size, fingerprint), states, strict=False), 1):
+            having &= self._holders.get(digest, 0)
+            if not having:
+                break
+            if resumes := having & self._holders.get(state, 0):
+                lengths = {tokens: mask & ~resumes for tokens, mask in lengths.items()}
+                lengths[number * block_size] = resumes
+        yield from lengths.items()
+
+    def _kinds_of(self, prompt: Prompt) -> list[tuple[tuple[Shape, bytes], int]]:
         """The kinds of blocks that may have the prompt, each with its incarnations. Where the fingerprint is known, a
         worker that lacks the adapter has no such block."""
         if prompt.fingerprint:
-            return [((size, prompt.fingerprint), mask) for (size, _), mask in self._kinds.get("", {}).items()]
+            return [((shape, prompt.fingerprint), mask) for (shape, _), mask in self._kinds.get("", {}).items()]
         return list(self._kinds.get(prompt.adapter, {}).items())
 
     def _begin(self, record: WorkerRecord, adapters: dict[str, bytes]) -> _Known:
@@ -171,7 +204,8 @@ class BlockIndex:
         self._roles[record.role] = self._roles.get(record.role, 0) | 1 << bit
         for adapter, fingerprint in {"": b"", **adapters}.items():  # "": the base model
             kinds = self._kinds.setdefault(adapter, {})
-            kinds[record.block_size, fingerprint] = kinds.get((record.block_size, fingerprint), 0) | 1 << bit
+            kind = (record.block_size, record.state_blocks > 0), fingerprint
+            kinds[kind] = kinds.get(kind, 0) | 1 << bit
         known = self._known[incarnation] = _Known(bit, record.role)
         return known
 
@@ -223,8 +257,8 @@ class PrefixIndex:
         """A prompt with its hashes computed, so that its placement does not delay the token streams."""
         prompt = Prompt(tokens, salt, adapter, fingerprint)
         if len(prompt) > LONG_PROMPT_TOKENS and (fingerprint or not adapter):
-            for block_size in self.index.block_sizes:
-                await asyncio.to_thread(prompt.chain, block_size, fingerprint)
+            for block_size, recurrent in self.index.shapes:
+                await asyncio.to_thread(prompt.states if recurrent else prompt.chain, block_size, fingerprint)
         return prompt
 
     def cached(self, prompt: Prompt, record: WorkerRecord) -> int:

@@ -104,19 +104,19 @@ class RequestScheduler:
         decode worker is ready.
         """
         ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
+        self._catch_up()
         waiting = _Waiting(
             tokens,
             tenant,
             priority,
             begun,
             ahead=ahead,
-            kv_holder=kv_holder,
+            kv_holder=self._workers.decodes.sharing(kv_holder),
             sum_order=sum_order,
             cached=cached,
             holders=holders,
             alone=alone,
         )
-        self._catch_up()
         if not self._queue:
             self._places.clear()
         self._queue.add(waiting)
@@ -355,8 +355,9 @@ class RequestScheduler:
 
     @staticmethod
     def _blocks(waiting: _Waiting, placement: Placement) -> int:
-        tokens = placement.decode.block_size if _shares(waiting, placement) else waiting.tokens
-        return -(-(tokens + waiting.ahead) // placement.decode.block_size)
+        decode = placement.decode
+        tokens = decode.block_size if _shares(waiting, placement) else waiting.tokens
+        return -(-(tokens + waiting.ahead) // decode.block_size) + (decode.state_blocks if placement.prefill else 0)
 
     def _no_room(self, waiting: _Waiting, timeout_s: float) -> Busy | NoWorker:
         if not any(record.state is State.READY for record in self._view.of_role("decode")):

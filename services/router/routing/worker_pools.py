@@ -162,6 +162,12 @@ class DecodePool:
             self.capacity.put(worker_id, 0.0, ())
             self.spare_capacity.put(worker_id, 0.0, ())
 
+    def sharing(self, worker_id: str) -> str:
+        """`worker_id` where that worker lets another answer begin with the KV of one that runs, otherwise "": nobody
+        has the recurrent states of a prompt's last full block when the answer to it runs."""
+        worker = self.workers.get(worker_id)
+        return worker_id if worker and not worker.state_blocks else ""
+
     def shortlist(
         self, tokens: int, ahead: int, kv_holder: str, holders: Iterable[str], cached: CachedAt
     ) -> list[WorkerSnapshot]:

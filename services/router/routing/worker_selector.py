@@ -104,7 +104,7 @@ def has_room(worker: WorkerSnapshot, tokens: int, ahead: int, config: RoutingCon
     return (
         worker.usable
         and worker.running < worker.max_running
-        and worker.free_blocks * worker.block_size
+        and (worker.free_blocks - worker.state_blocks) * worker.block_size
         >= (worker.block_size if worker.worker_id == kv_holder else tokens) + ahead
         and worker.max_model_len > tokens
         and _meets_objective(worker, config)

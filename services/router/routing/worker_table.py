@@ -167,6 +167,7 @@ class WorkerTable:
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
             record.tp,
+            record.state_blocks,
         )
 
     def _of(self, worker: WorkerSnapshot) -> _LocalChanges:

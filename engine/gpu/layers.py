@@ -1,0 +1,126 @@
+"""The layers of a model on CUDA that Tandem's own products serve, chosen at load after a trial on the device itself.
+
+A product must agree with torch's, and a row must have the same bits alone, among few and among many others, for every
+shape of weight. If one fails, torch's products serve all, and the log says that a token's bits may then follow from its
+batch. Modules change their class as on CPU (engine/kernels/modules.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.kernels import modules
+from engine.kernels.modules import Compiled
+
+log = logging.getLogger(__name__)
+
+NAME = "cuda (triton)"
+ROWS = (1, 5, 64, 65, 200)  # that the first rows of a trial are computed with: one tile and several, of both kinds
+GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
+TURN = 7  # by how many places the rows of the trial move, so that each is computed in another one of its tile
+
+
+def prepare(model: nn.Module, device: torch.device) -> str:
+    """Marks the products and RMS norms that `engine.kernels.modules.switch` then switches; returns a line about it."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return (
+            f"torch, because {'Triton is not installed' if device.type == 'cuda' else f'the device is {device.type}'}"
+        )
+    return adopt(model)
+
+
+def adopt(model: nn.Module) -> str:
+    """The same on any device."""
+    from engine.gpu import products  # torch for CUDA brings Triton, the one for CPU does not
+
+    layers = [layer for layer in model.modules() if weight_of(layer) is not None]
+    if problem := differs(layers):
+        log.warning("torch's products serve, with bits that may follow from a token's batch: Triton's %s", problem)
+        return f"torch, because Triton's {problem}"
+    for layer in layers:
+        layer.__dict__[modules.REPLACEMENT] = Linear
+    norms = 0
+    for module in model.modules():
+        if (norm := modules.rms_norm_of(module, products.rms_norm)) is not None:
+            module.__dict__.update({modules.NORM: norm, modules.REPLACEMENT: RmsNorm})
+            norms += 1
+    return f"{NAME}, {len(layers)} products and {norms} norms"
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor | None:
+    """The weight `[n, k]` of a plain product, None of anything else."""
+    if type(layer) not in (nn.Linear, Conv1D):
+        return None
+    weight = modules.oriented(layer)
+    return weight if weight.dtype in GAP and weight.numel() else None
+
+
+@torch.inference_mode()
+def differs(layers: list[nn.Module]) -> str | None:
+    """What is wrong with a product of these layers, tried once for each type and shape of weight; None if nothing."""
+    kinds = {}
+    for layer in layers:
+        weight = weight_of(layer)
+        assert weight is not None
+        kinds[weight.dtype, weight.shape, layer.bias is None] = layer
+    for (dtype, shape, _), layer in kinds.items():
+        what = f"product with a weight of {shape[0]} x {shape[1]} in {str(dtype).removeprefix('torch.')}"
+        try:
+            problem = _differs(layer, dtype, shape[1])
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{what} fails: {str(error).strip().partition(chr(10))[0]}"
+        if problem:
+            return f"{what} {problem}"
+    return None
+
+
+def _differs(layer: nn.Module, dtype: torch.dtype, k: int) -> str | None:
+    device = next(layer.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(ROWS[-1], k, generator=generator, device=device).to(dtype)
+    expected = layer(x).float()
+    found = multiply(layer, x)
+    gap = ((found.float() - expected).abs().max() / expected.square().mean().sqrt()).item()
+    if not gap <= GAP[dtype]:  # also for NaN
+        return f"differs from torch's by {gap:.2g}"
+    for rows in ROWS:
+        for turn in (0, TURN):
+            again = multiply(layer, x[:rows].roll(turn, 0)).roll(-turn, 0)
+            if not torch.equal(again, found[:rows]):
+                return f"gives a row other bits among {rows}"
+    return None
+
+
+def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """With the layer's own tensor and numbers, which a recording takes for constants."""
+    transposed = isinstance(layer, Conv1D)
+    weight = layer.weight.T if transposed else layer.weight
+    n, k = (layer.nf, layer.nx) if transposed else (layer.out_features, layer.in_features)
+    out: torch.Tensor = torch.ops.tandem_gpu.linear.default(x, weight, layer.bias, n, k)
+    return out
+
+
+class Linear(Compiled):
+    """A product whose rows do not depend on each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:  # type: ignore[attr-defined]  # the module's own
+            out: torch.Tensor = super().forward(x)  # type: ignore[misc]
+            return out
+        return multiply(self, x)
+
+
+class RmsNorm(Compiled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weight,) = self._parameters.values()  # type: ignore[attr-defined]
+        if x.dtype != weight.dtype:
+            out: torch.Tensor = super().forward(x)  # type: ignore[misc]
+        else:
+            out = torch.ops.tandem_gpu.rms_norm.default(x, weight, *self.__dict__[modules.NORM])
+        return out

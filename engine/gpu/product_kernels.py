@@ -1,0 +1,214 @@
+"""The Triton kernels of engine/gpu/products.py, which has the order of their sums. Not yet run on a GPU.
+
+Triton compiles a kernel again for a number that is 1 or a multiple of 16 unless told not to: numbers that differ from
+step to step are not specialised, so that no request waits for a compiler.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """`a @ b` in float32; operands of a's type unless EXACT. Codes of 8 bits and fewer are exact in all of them."""
+    if EXACT:  # noqa: SIM108 - decided when it is compiled
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b.to(a.dtype))
+    return c
+
+
+@triton.jit
+def e4m3(codes):
+    """Bytes as float32, on every architecture: the exponent of e4m3, 120 smaller, in that of float32. No NaN."""
+    bits = codes.to(tl.int32)
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def store_part(out, y, row, column, begin, end, here):
+    """The columns of y from `begin` to `end`, into `out [rows, end - begin]`."""
+    tl.store(out + row * (end - begin) + column - begin, y, mask=here & (column >= begin) & (column < end))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear(
+    x,
+    weight,  # elements; or codes, as engine/gpu/codes.py has them
+    scales,
+    zeros,
+    bias,
+    beside,
+    out,
+    second,  # the outputs of the second and the third of several weights that lie one after the other
+    third,
+    rows,
+    columns,
+    ends,  # of the columns of `out`
+    ends_second,
+    depth,
+    group,
+    x_row,  # strides from here on; the elements of a row of x lie side by side
+    w_col,
+    w_depth,
+    s_col,
+    b_row,
+    o_row,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    WHOLE: tl.constexpr,  # `depth` is a multiple of DEPTH
+    FORMAT: tl.constexpr,
+    GROUPED: tl.constexpr,  # a column has several scales
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BESIDE: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLS)
+    band = tile // (BAND * wide)  # tiles one below the other run at the same time: they read the same weights
+    tall = tl.minimum(high - band * BAND, BAND)
+    tile_row, tile_col = band * BAND + tile % (BAND * wide) % tall, tile % (BAND * wide) // tall
+    first_row, first_col = tile_row.to(tl.int64) * ROWS, tile_col.to(tl.int64) * COLS
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    there, used = (row < rows - first_row)[:, None], col < columns - first_col
+    x_at = x + first_row * x_row + row[:, None] * x_row
+    w_at = weight + first_col * w_col + col[None, :] * w_col
+    of_col = first_col * s_col + col * s_col
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
+            half = tl.arange(0, DEPTH // 2)
+            low, high_half = start + half, start + DEPTH // 2 + half
+            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
+            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
+            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
+            zero = 8
+            if ZEROS:
+                zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
+            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
+        else:
+            at = start + tl.arange(0, DEPTH)
+            left, right = there, used[None, :]
+            if not WHOLE:
+                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+            if FORMAT == 2:
+                b = e4m3(b)
+            if FORMAT == 0 and not EXACT:
+                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+            else:
+                found = product(a, b, EXACT)
+        if FORMAT != 0 or EXACT:
+            if GROUPED:
+                found *= tl.load(scales + of_col + start // group, mask=used, other=0.0)[None, :]
+            sums += found
+    if FORMAT != 0 and not GROUPED:
+        sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
+    if BIAS:
+        sums += tl.load(bias + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
+    y = sums.to(out.dtype.element_ty)
+    here = there & used[None, :]
+    if BESIDE:
+        beside_at = beside + first_row * b_row + first_col + row[:, None] * b_row + col[None, :]
+        y = (y.to(tl.float32) + tl.load(beside_at, mask=here, other=0.0).to(tl.float32)).to(y.dtype)
+    if SEVERAL:
+        token, column = (first_row + row)[:, None], (first_col + col)[None, :]
+        store_part(out, y, token, column, 0, ends, here)
+        store_part(second, y, token, column, ends, ends_second, here)
+        store_part(third, y, token, column, ends_second, columns, here)
+    else:
+        tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm(
+    x,
+    weight,
+    out,
+    rows,
+    size,
+    x_row,
+    eps,
+    offset,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """x over its root mean square, times (weight + offset); as tandem::rms_norm of engine/kernels/rows.cpp."""
+    row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    here = (row < rows)[:, None] & (at < size)[None, :]
+    own = row.to(tl.int64)[:, None]
+    found = tl.load(x + own * x_row + at[None, :], mask=here, other=0.0)
+    wide = found.to(tl.float32)
+    mean = tl.sum(wide * wide, 1) / size
+    y = wide * (1.0 / tl.sqrt(mean + eps))[:, None]
+    if ROUND_FIRST:
+        y = y.to(found.dtype).to(tl.float32)
+    factor = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32) + offset
+    tl.store(out + own * size + at[None, :], (y * factor[None, :]).to(found.dtype), mask=here)
+
+
+@triton.jit
+def rotate(
+    x,
+    cos,
+    sin,
+    out,
+    heads,
+    half,
+    x_token,  # strides from here on
+    x_head,
+    c_token,
+    s_token,
+    o_token,
+    o_head,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """x * cos + (-second half, first half) * sin of each head of a token, rounded after each operation."""
+    token, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
+    here, used = (head < heads)[:, None] & (at < half)[None, :], at < half
+    x_at = x + token * x_token + head[:, None] * x_head + at[None, :]
+    low, high = tl.load(x_at, mask=here, other=0.0), tl.load(x_at + half, mask=here, other=0.0)
+    c_at, s_at = cos + token * c_token + at, sin + token * s_token + at
+    c_low, s_low = tl.load(c_at, mask=used, other=0.0)[None, :], tl.load(s_at, mask=used, other=0.0)[None, :]
+    c_high = tl.load(c_at + half, mask=used, other=0.0)[None, :]
+    s_high = tl.load(s_at + half, mask=used, other=0.0)[None, :]
+    o_at = out + token * o_token + head[:, None] * o_head + at[None, :]
+    tl.store(o_at, rounded_sum(low, c_low, -high, s_low), mask=here)
+    tl.store(o_at + half, rounded_sum(high, c_high, low, s_high), mask=here)
+
+
+@triton.jit
+def rounded_sum(a, b, c, d):
+    """a * b + c * d in their type, each operation rounded."""
+    first = (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+    second = (c.to(tl.float32) * d.to(tl.float32)).to(a.dtype)
+    return (first.to(tl.float32) + second.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def gated(gate, up, out, size, ACT: tl.constexpr, TILE: tl.constexpr):
+    """act(gate) * up, rounded after each. ACT: 0 silu, 1 gelu, 2 gelu by tanh."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    g = tl.load(gate + at, mask=at < size, other=0.0)
+    u = tl.load(up + at, mask=at < size, other=0.0).to(tl.float32)
+    x = g.to(tl.float32)
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(a)) is 1 / (1 + exp(-2 a))
+    tl.store(out + at, (y.to(g.dtype).to(tl.float32) * u).to(g.dtype), mask=at < size)
+
+
+INTERPRETED = not isinstance(linear, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

@@ -1,0 +1,254 @@
+"""Products and RMS norms on CUDA, in Triton, with bits that do not depend on the other rows. Not yet run on a GPU:
+Triton's interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_products.py).
+
+    out[row, column] = sum over k of x[row, k] * weight[column, k], + bias, rounded
+
+The sum over k is one float32 chain in its order, in tiles of DEPTH, whatever the number of rows: k is never split. A
+step of up to FEW rows has narrow tiles of columns, so that enough programs read the weight; a larger one has larger
+tiles. For a row both do the same additions in the same order. That the instructions of both tiles agree is for the
+device to show: engine/gpu/layers.py tries it at load.
+
+cuBLAS chooses another order of sums for another number of rows, and torch's mean does so for an RMS norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu import product_kernels as kernels
+from engine.gpu.operators import operator
+
+FEW = 64  # rows of a step up to which it has narrow tiles
+WIDE = 8192  # columns of a weight from which narrow tiles are twice as wide and still make enough programs
+BAND = 8  # tiles of rows that read the same weights at the same time
+NORM_ELEMENTS = 1024  # of a program, at least
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Of a product with a weight of `n` columns. DEPTH alone decides in which order a row is summed."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(rows: int, n: int, dtype: torch.dtype, depth: int | None = None) -> Tiling:
+        """`depth`: that of a weight of codes."""
+        if dtype == torch.float32:
+            return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, depth or 32, 4, 3)
+        if rows <= FEW:
+            return Tiling(64, 64 if n > WIDE else 32, depth or 64, 4, 5)
+        return Tiling(128, 64 if depth else 128, depth or 64, 8, 4)  # a group's sum takes registers, too
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """Of `kernels.linear`."""
+        sizes = {"ROWS": self.rows, "COLS": self.columns, "DEPTH": self.depth, "BAND": BAND}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a weight of codes has beside them: engine/gpu/codes.py."""
+
+    scales: torch.Tensor  # float32 [n, groups]
+    zeros: torch.Tensor | None  # uint8 [n, groups]
+    group: int
+    format: int  # of FORMATS
+    depth: int  # of a tile
+
+
+FORMATS = {"int8": 1, "fp8": 2, "int4": 3}  # of the kernel; 0 is a weight as it is
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    beside: torch.Tensor | None = None,
+    scaled: Scaled | None = None,
+    widths: Sequence[int] = (),
+) -> torch.Tensor:
+    """`x [..., k]` times `weight [n, k]` of any strides, or times codes in rows that are `scaled`: `[..., n]`, plus
+    `beside [..., n]` after rounding. With two or three `widths`, whose sum is n, the outputs of so many columns of the
+    weight lie one after the other in the result `[rows * n]`."""
+    n, k = weight.shape[0], x.shape[-1]
+    flat = _rows(x, k)
+    out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
+    rows = flat.shape[0]
+    if rows == 0:
+        return out
+    tiling = Tiling.of(rows, n, x.dtype, scaled.depth if scaled else None)
+    added = _rows(beside, n) if beside is not None else flat
+    given = [each if each is not None else flat for each in (bias, added)]  # what is not there is not read
+    scales, zeros, group, groups = flat, flat, 1, 1
+    if scaled is not None:
+        scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[1]
+        zeros = scaled.zeros if scaled.zeros is not None else flat
+    first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
+    outs = (out, out[rows * first :], out[rows * second :]) if widths else (out, out, out)
+    kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
+        flat, weight, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
+        *weight.stride(), groups, added.stride(0), n,
+        **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
+        GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
+        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype),
+    )  # fmt: skip
+    return out
+
+
+@operator("linear(Tensor x, Tensor weight, Tensor? bias, int n, int k) -> Tensor")
+def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> torch.Tensor:
+    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
+    return linear(x, weight, bias)
+
+
+@operator("linear_add(Tensor x, Tensor weight, Tensor? bias, int n, int k, Tensor beside) -> Tensor")
+def with_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int, beside: torch.Tensor
+) -> torch.Tensor:
+    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
+    return linear(x, weight, bias, beside)
+
+
+@operator("linears(Tensor x, Tensor[] weights, Tensor?[] biases, int[] n, int k) -> Tensor[]")
+def siblings(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], n: list[int], k: int
+) -> list[torch.Tensor]:
+    """Two or three weights that lie one after the other, as `engine.runner.traced_forward` places them, are one
+    product."""
+    weight, bias = joined(weights), joined(biases)
+    if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
+        return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
+    flat = linear(x, weight, bias, widths=n)
+    sizes = [flat.numel() // sum(n) * width for width in n]
+    return [part.view(*x.shape[:-1], width) for part, width in zip(torch.split(flat, sizes), n, strict=True)]
+
+
+def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Tensors that lie one after the other in memory, as one; None if they do not, or are none."""
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts) or not all(part.is_contiguous() for part in there):
+        return None
+    first, end = there[0], there[0].storage_offset()
+    for part in there:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.as_strided((sum(map(len, there)), *first.shape[1:]), first.stride())
+
+
+@operator(
+    "linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
+    " int depth, str format) -> Tensor"
+)
+def over_codes(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The numbers say what codes are: engine/gpu/codes.py."""
+    assert len(codes) == n, f"codes of {len(codes)} outputs for {n}"
+    assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
+    kept = codes.view(torch.int8) if format == "int8" else codes
+    return linear(x, kept, bias, beside, Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+@operator(
+    "linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
+    " int depth, str format, Tensor beside) -> Tensor"
+)
+def over_codes_with_sum(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+    beside: torch.Tensor,
+) -> torch.Tensor:
+    return over_codes(x, codes, scales, zeros, bias, n, k, group, depth, format, beside)
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
+    """`x [..., n]` over its root mean square, times `weight [n]` + offset; `round_first` rounds before the product."""
+    n = weight.numel()
+    flat = _rows(x, n)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, size = flat.shape[0], 1 << (n - 1).bit_length()
+    if rows:
+        tile = max(1, NORM_ELEMENTS // size)
+        kernels.rms_norm[(cdiv(rows, tile),)](
+            flat, weight, out, rows, n, flat.stride(0), eps, offset,
+            ROWS=tile, SIZE=size, ROUND_FIRST=round_first, num_warps=8 if size > 4096 else 4,
+        )  # fmt: skip
+    return out
+
+
+@operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of `x [1, heads, tokens, d]` by `cos` and `sin [1, 1, tokens, d]`; of others by torch."""
+    one, heads, tokens, d = x.shape
+    half = d // 2
+    if (
+        one != 1
+        or not (cos.shape == sin.shape == (1, 1, tokens, d))
+        or {x.stride(3), cos.stride(3), sin.stride(3)} != {1}
+    ):
+        turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+        return turned
+    out = x.new_empty(tokens, heads, d)
+    size = 1 << max(half - 1, 0).bit_length()
+    tile = min(max(1, NORM_ELEMENTS // size), 1 << (heads - 1).bit_length())
+    kernels.rotate[(tokens, cdiv(heads, tile))](
+        x, cos, sin, out, heads, half, x.stride(2), x.stride(1), cos.stride(2), sin.stride(2), *out.stride()[:2],
+        HEADS=tile, HALF=size, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+@operator("gated(Tensor gate, Tensor up, str act) -> Tensor")
+def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up, of equal shapes."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if size := gate.numel():
+        kernels.gated[(cdiv(size, NORM_ELEMENTS),)](gate, up, out, size, ACT=ACTS[act], TILE=NORM_ELEMENTS, num_warps=4)
+    return out
+
+
+def cdiv(number: int, unit: int) -> int:
+    """How many units it takes."""
+    return -(-number // unit)
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    flat = x.reshape(-1, width)
+    return flat if flat.stride(1) == 1 or width == 1 else flat.contiguous()
+
+
+def _exact(dtype: torch.dtype) -> bool:
+    """The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to."""
+    return bool(dtype == torch.float32 or kernels.INTERPRETED)

@@ -1,0 +1,142 @@
+"""A forward recorded with the kernels of a GPU, by Triton's interpreter on CPU: what is fused, what it computes, and
+how many kernels a layer has. No GPU has run it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+
+from engine.attention.forward_context import Batch
+from engine.gpu import layers, paged_attention, product_kernels, products
+from engine.gpu.paged_attention import TritonAttention
+from engine.loading.model_loader import load_model
+from engine.runner import captured_steps, traced_forward
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+MOST_KERNELS = 15  # of a layer, in a decode step
+SINGLE = Batch([3, 4], [20, 5], [1, 1], [21, 6], [[4, 1], [0]], [0, 1])
+MIXED = Batch([3, *range(9), 4], [20, *range(9), 5], [1, 9, 1], [21, 9, 6], [[4, 1], [2], [0]], [0, 9, 10])
+
+
+class Kernels(TorchDispatchMode):
+    """Notes what would be a kernel of its own: operators that make no view and no empty tensor, and launches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for module, names in (
+            (product_kernels, ("linear", "rms_norm", "rotate", "gated")),
+            (paged_attention, ("attend", "merge")),
+        ):
+            for name in names:
+                monkeypatch.setattr(module, name, Noted(name, getattr(module, name), self.seen))
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in operator._schema.returns)
+        own = str(operator).startswith(("tandem_gpu", "aten.size")) or "empty" in str(operator)
+        if not views and not own:
+            self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+class Noted:
+    def __init__(self, name: str, kernel: Any, seen: list[str]) -> None:
+        self.name, self.kernel, self.seen = name, kernel, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.seen.append(self.name)
+        return self.kernel[grid]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short() -> Iterator[None]:
+    """Trials of few rows and few batches, for the interpreter takes its time."""
+    batches = traced_forward._batches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "ROWS", (1, 5))
+        patch.setattr(traced_forward, "_batches", lambda model: [batches(model)[0], batches(model)[3]])
+        yield
+
+
+def on_gpu(family: str, folder: Path) -> ModelRunner:
+    """A model of two layers with attention and products as on CUDA, by modules."""
+    made = make_checkpoint(folder / family, f"tiny-{family}", dtype="float32", num_hidden_layers=2)
+    model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
+    model.cuda_kernel = TritonAttention(model.max_model_len)
+    assert layers.adopt(model.module).startswith(layers.NAME)
+    model.cuda_products = True
+    model.use_paged_attention()
+    return model
+
+
+def with_context(model: ModelRunner) -> Any:
+    pages = model.allocate(6)
+    generator = torch.Generator().manual_seed(1)
+    for view in (*pages.k, *pages.v):
+        view.normal_(generator=generator)
+    return pages
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_is_few_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three projections are one, gate and up are one, a sum is part of its product, and a rotation or a gate is one.
+    The recording is used, and computes what the modules do. Control: by modules there are twice as many."""
+    model = on_gpu(family, tmp_path)
+    assert model.unrecordable_on_cuda() is None
+    assert traced_forward.install(model) == "recorded"
+    pages = with_context(model)
+    recorded, model.recorded = model.recorded, None
+    counts, logits = [], []
+    for model.recorded in (recorded, None):
+        with monkeypatch.context() as patch, Kernels(patch) as kernels:
+            logits.append(model.forward(pages, SINGLE))
+        places = [at for at, name in enumerate(kernels.seen) if name == "attend"]
+        counts.append(places[1] - places[0])
+        if model.recorded is not None:
+            layer = kernels.seen[places[0] : places[1]]
+    assert counts[0] <= MOST_KERNELS
+    assert layer.count("linear") == 4, layer
+    assert counts == [{"llama": 13, "qwen3": 15}[family], {"llama": 27, "qwen3": 29}[family]], layer
+    assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 1e-4
+    model.recorded = recorded
+    assert captured_steps.unfit(model, pages) is None
+    before = pages.buffer.clone()
+    alone = model.forward(pages, Batch([3], [20], [1], [21], [[4, 1]], [0]))
+    pages.buffer.copy_(before)
+    assert torch.equal(model.forward(pages, MIXED)[:1], alone)
+
+
+def test_a_fusion_that_computes_otherwise_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recording without it is, and the log says so."""
+    model = on_gpu("llama", tmp_path)
+    linear = products.linear
+    monkeypatch.setattr(
+        products, "linear", lambda x, w, bias, beside=None, *more, **named: linear(x, w, bias, None, *more, **named)
+    )
+    with caplog.at_level(logging.WARNING):
+        assert traced_forward.install(model) == "recorded"
+    assert "the fused recording cannot be used" in caplog.text
+
+
+def test_what_cannot_be_recorded_says_why(checkpoint: Callable[[str], Path]) -> None:
+    """Attention by the reference has lists of the host, and adapters take the rows of a step apart."""
+    model = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, kernels="reference")
+    assert model.unrecordable_on_cuda() == ""
+    model.device = torch.device("cuda")
+    assert "do not both serve" in str(model.unrecordable_on_cuda())
+    model.cuda_kernel, model.cuda_products = TritonAttention(64), True
+    assert model.unrecordable_on_cuda() is None
+    model.lora = object()  # type: ignore[assignment]
+    assert "adapters" in str(model.unrecordable_on_cuda())
