@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from cli.output import JSON, TEXT, Output, display, print_json, reported
 from tandem.errors import SettingsError
 
 if TYPE_CHECKING:
+    from planner.ranks import Fit
     from tandem.settings import Settings
 
 ServedModelName = Annotated[
@@ -171,6 +173,9 @@ def plan(
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
     tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
+    device_memory: Annotated[
+        float | None, typer.Option(help="GiB of one rank's device: says which numbers of ranks fit.", min=0.001)
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
@@ -187,11 +192,20 @@ def plan(
         formats = (CHECKPOINT, *shape.quantised)
         if weights not in formats:
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
+        if weights != CHECKPOINT and (tp > 1 or device_memory is not None):
+            raise SettingsError("several ranks do not serve quantised weights", field="weights", bound=CHECKPOINT)
+        if device_memory is not None:
+            from planner.ranks import fits
+
+            each = int(device_memory * 2**30)
+            found = fits(
+                shape, model, each, utilization=utilization, dtype=dtype, block_size=block_size, kv_dtype=kv_dtype
+            )
+            _show_ranks(found, each, output)
+            return
         if tp > 1:
             from planner.ranks import of_ranks
 
-            if (weights, kv_dtype) != (CHECKPOINT, "auto"):
-                raise SettingsError("several ranks do not serve quantised weights or KV", field="tp", bound="1")
             shape = of_ranks(shape, model, tp)
         plan = capacity(
             shape,
@@ -211,3 +225,12 @@ def plan(
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
         else:
             display(report.table(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
+
+
+def _show_ranks(found: list[Fit], memory: int, output: Output) -> None:
+    if output is JSON:
+        print_json({"device_memory": memory, "ranks": [asdict(fit) for fit in found]})
+    else:
+        from planner.report import ranks_table
+
+        display(ranks_table(found, memory))

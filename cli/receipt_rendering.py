@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.latency_attribution import LatencyAttribution
-from cli.rendering import NARROW_COLUMNS, WIDE_COLUMNS, bar, count, printable, rate, seconds, share, size
+from cli.rendering import NARROW_COLUMNS, WIDE_COLUMNS, bar, count, of_ranks, printable, rate, seconds, share, size
 from tandem.calibration import Calibrated
 from tandem.results import Receipt, Transfer
 
@@ -52,14 +52,17 @@ def _facts(item: Receipt) -> Table:
 
 
 def workers_of(item: Receipt) -> str:
-    return f"{item.prefill_worker} → {item.decode_worker}" if item.prefill_worker else item.decode_worker
+    decode = of_ranks(item.decode_worker, item.decode_tp)
+    return f"{of_ranks(item.prefill_worker, item.prefill_tp)} → {decode}" if item.prefill_worker else decode
 
 
 def transfer(item: Transfer) -> str:
     speed = f" at {rate(item.bytes / item.seconds)}" if item.seconds > 0 else ""
     return (
         f"{size(item.bytes)} in {count(item.blocks, 'block')} over {item.transport}, {seconds(item.seconds)}{speed}, "
-        f"{seconds(item.exposed)} not hidden by compute" + (f" ({item.why})" if item.why else "")
+        f"{seconds(item.exposed)} not hidden by compute"
+        + (f" ({item.why})" if item.why else "")
+        + (f", converted: {printable(item.converted)}" if item.converted else "")
     )
 
 

@@ -69,6 +69,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def of_ranks(worker: str, ranks: int) -> str:
+    """decode-0, or decode-0 (2 ranks)."""
+    return f"{worker} ({count(ranks, 'rank')})" if ranks > 1 else worker
+
+
 def runs(blocks: Sequence[int]) -> str:
     """Block ids as ranges: 3-5, 9."""
     parts: list[tuple[int, int]] = []
@@ -112,7 +117,7 @@ def pools(answer: Pools) -> RenderableType:
             worker.role,
             Text(worker.state, style=_STATES.get(worker.state, "")),
             printable(worker.node) or "-",
-            printable(worker.device) or "-",
+            (printable(worker.device) or "-") + (f", {worker.tp} ranks" if worker.tp > 1 else ""),
             str(worker.pid),
             worker.incarnation,
             worker.address,
@@ -191,11 +196,13 @@ def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
     rows = list(dict.fromkeys(pair.prefill_worker for pair in answer.pairs))
     cells = {(pair.prefill_worker, pair.decode_worker): pair for pair in answer.pairs}
     table = Table(header_style="bold", box=None, padding=(0, 1))
+    sizes = {pair.prefill_worker: pair.prefill_tp for pair in answer.pairs}
+    sizes |= {pair.decode_worker: pair.decode_tp for pair in answer.pairs}
     table.add_column("prefill \\ decode", style="bold")
     for column in columns:
-        table.add_column(column)
+        table.add_column(of_ranks(column, sizes[column]))
     for row in rows:
-        table.add_row(row, *(_cell(cells.get((row, column)), findings) for column in columns))
+        table.add_row(of_ranks(row, sizes[row]), *(_cell(cells.get((row, column)), findings) for column in columns))
     registry = (
         Text(f"registry: reachable, {seconds(answer.registry_round_trip)}", style="green")
         if answer.registry_reachable
@@ -214,6 +221,11 @@ def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
         Text(f"{pair.prefill_worker} to {pair.decode_worker} uses {printable(pair.why)}")
         for pair in answer.pairs
         if pair.why
+    ]
+    parts += [
+        Text(f"{pair.prefill_worker} to {pair.decode_worker} converts {printable(pair.converted)}")
+        for pair in answer.pairs
+        if pair.converted
     ]
     if not findings.problems:
         parts.append(Text("no problems", style="green"))

@@ -28,6 +28,7 @@ from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model, read_config
 from engine.parallel.leader import Ranks
+from engine.parallel.rank_memory import Loading, described
 from engine.parallel.tp_plan import check_plan, check_settings
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
@@ -131,12 +132,15 @@ def _load_ranks(
         "path": str(folder),
         "max_model_len": settings.max_model_len,
         "block_size": settings.block_size,
+        "kv_dtype": settings.kv_dtype,
     }
     name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
     ranks = Ranks(size, {**options, "dtype": name, "threads": threads, "sum_order": settings.sum_order})
+    loading = Loading()
     try:
         try:
-            model = load_model(**options, dtype=dtype, device=device, group=ranks.group, progress=say)
+            with loading:
+                model = load_model(**options, dtype=dtype, device=device, group=ranks.group, progress=say)
         except (RuntimeError, CheckpointRefused) as error:
             if ranks.group.broken:  # another rank was first
                 raise ranks.why_not_loaded() from error
@@ -146,7 +150,7 @@ def _load_ranks(
         ranks.close()
         raise
     model.ranks = ranks
-    say(f"{size} ranks have loaded their parts")
+    say(f"{size} ranks have loaded their parts; {described([loading.memory(), *ranks.memory])}")
     return model
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from engine.kv.kv_cache import KvCache
 from engine.loading.model_loader import load_model
 from engine.parallel import rank_messages
 from engine.parallel.rank_group import RankGroup, mapped
-from engine.parallel.rank_messages import FAILED, FREE, LOAD, PAGES, READY, STEP
+from engine.parallel.rank_memory import Loading
+from engine.parallel.rank_messages import CAPTURE, FAILED, FREE, LOAD, PAGES, READY, STEP
+from engine.runner.captured_steps import Decode, Uncapturable
 from engine.runner.model_runner import ModelRunner
-from tandem.errors import TandemError
+from tandem.errors import InternalError, TandemError
 
 PR_SET_PDEATHSIG = 1
 CPU = torch.device("cpu")
@@ -52,19 +55,29 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
 def follow(model: ModelRunner, connection: socket.socket) -> None:
     """Runs steps until the connection ends. Raises RuntimeError when the group breaks."""
     pages: dict[int, KvCache] = {}
+    captured: dict[int, Decode] = {}  # by the number of their pages
     while True:
         kind, content, files = rank_messages.receive(connection)
         if kind == STEP:
-            number, batch = rank_messages.from_step(content)
-            model.forward(pages[number], batch)
+            number, batch, replayed = rank_messages.from_step(content)
+            if not replayed:
+                model.forward(pages[number], batch)
+            elif captured[number].logits(batch) is None:
+                raise InternalError("rank 0 replays a step that does not fit here")
         elif kind == PAGES:
             about = rank_messages.from_json(content)
             layout, count = model.layout(about["block_size"]), about["num_blocks"]
             memory = mapped(files[0], count * layout.block_bytes)
             os.close(files[0])
             pages[about["number"]] = KvCache(layout, count, CPU, facts=model.facts, memory=memory)
+        elif kind == CAPTURE:
+            about = rank_messages.from_json(content)
+            number = about.pop("number")
+            with suppress(Uncapturable):  # on all ranks
+                captured[number] = Decode(model, pages[number], **about, capture=None)
         elif kind == FREE:
             for number in rank_messages.from_json(content)["numbers"]:
+                captured.pop(number, None)
                 del pages[number]
 
 
@@ -78,8 +91,9 @@ def main(connection: socket.socket, memory: int, rank: int, size: int) -> int:
         options = prepare(rank_messages.from_json(content))
         group = RankGroup(rank, size, memory)
         os.close(memory)
-        model = load_model(**options, group=group)
-        rank_messages.send(connection, READY)
+        with Loading() as loading:
+            model = load_model(**options, group=group)
+        rank_messages.send(connection, READY, rank_messages.of_json(asdict(loading.memory())))
         follow(model, connection)
     except EOFError:  # rank 0 has ended, or has ended this rank
         return 0

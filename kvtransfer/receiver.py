@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvtransfer.transport import Pair, Transport
+from kvtransfer.transport import Pair, settle
 from kvtransfer.types import DigestBlocks, Peer, ReadStats, ReadyBlock, Ticket
 from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TandemError, TransferFailed
 
@@ -27,6 +28,18 @@ READ_ATTEMPTS = 2
 
 # Parts that are read at a time: the next one moves while the last one is verified. More would let each end later.
 READS_AT_ONCE = 2
+
+
+class Reads(Protocol):
+    """What a Receiver needs of a Transport; see there."""
+
+    async def read(
+        self, peer: Peer, pairs: Sequence[Pair], stall: float, failing: Callable[[TandemError], None] | None = None
+    ) -> ReadStats: ...
+
+    def link(self, peer: Peer) -> str: ...
+
+    def why(self, peer: Peer) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Receiver:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Reads,
         peer: Peer,
         ticket: Ticket,
         contexts: Mapping[int, bytes],
@@ -186,7 +199,7 @@ class Receiver:
                 if self._error:
                     return
                 stats = await self._read(pairs)
-            wrong = await asyncio.to_thread(self._first_wrong, ready)
+            wrong = await self._verified(ready)
             if wrong is not None:
                 raise DataLoss(f"transfer {self.ticket.transfer_id}: the digest of block index {wrong} does not match")
         except TandemError as error:
@@ -198,6 +211,15 @@ class Receiver:
             return
         self._bytes += stats.bytes
         self._landed.update(block.index for block in ready)
+
+    async def _verified(self, ready: list[ReadyBlock]) -> int | None:
+        """Not left before it has ended: whoever gives the digests may also move the blocks to where they belong."""
+        check = asyncio.ensure_future(asyncio.to_thread(self._first_wrong, ready))
+        try:
+            return await asyncio.shield(check)
+        except asyncio.CancelledError:
+            await settle(check, f"the digest of blocks of transfer {self.ticket.transfer_id}")
+            raise
 
     async def _read(self, pairs: list[Pair]) -> ReadStats:
         for _ in range(READ_ATTEMPTS - 1):

@@ -56,6 +56,7 @@ class Shape:
     coded: int | None = None  # bytes of the quantised products; None if its files do not tell
     ranks: int = 1  # of one worker
     rank_parameters: int = 0  # of each, where there are several
+    rank_heads: int = 0  # KV heads of each, likewise
     attention_layers: int = 0  # those with KV
     states: States = NONE  # of recurrent layers
 

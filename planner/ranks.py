@@ -1,21 +1,23 @@
 """A worker of several ranks: how many parameters each has, by the plan that transformers has for the model's class.
 
-A rank has its part of what the plan cuts, and the whole of everything else: norms, embeddings, latent projections. KV
-heads that are fewer than ranks are on several of them. The pages are shared.
+A rank has its part of what the plan cuts and of the vocabulary, and the whole of everything else: norms, latent
+projections. KV heads that are fewer than ranks are on several of them. The pages are shared.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.capacity import Shape, tensor_shapes
-from tandem.errors import SettingsError
+from planner.capacity import Shape, capacity, tensor_shapes
+from tandem.errors import CheckpointRefused, SettingsError
 
 PREFIXES = ("model.", "transformer.", "language_model.")  # of the base model in the names of a checkpoint
 KV = (".k_proj", ".v_proj")
 HEAD = "lm_head"
+RANKS = (1, 2, 4, 8, 16)
+TABLES = ("embed_tokens.weight", "wte.weight")
 
 
 def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
@@ -33,14 +35,18 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
     own = sum(
         math.prod(size) // _parts(name, size, shape, plan, CUT, ranks)
         for name, size in shapes.items()
-        if not name.startswith(HEAD)
+        if not name.startswith(HEAD) and not name.endswith(TABLES)
     )
-    vocab, width = next(size for name, size in shapes.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
-    if vocab % ranks == 0:  # a head that is tied becomes a part of its own
-        own += vocab * width // ranks
-    elif f"{HEAD}.weight" in shapes:
-        own += vocab * width
-    return replace(shape, ranks=ranks, rank_parameters=own)
+    for vocab, width in (size for name, size in shapes.items() if _by_tokens(name)):
+        own += vocab * width // (1 if vocab % ranks else ranks)
+    cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
+    heads = max(1, shape.kv_heads // ranks) if cut else shape.kv_heads
+    return replace(shape, ranks=ranks, rank_parameters=own, rank_heads=heads)
+
+
+def _by_tokens(name: str) -> bool:
+    """Whether a row is a token's: of the embedding, or of a head that is not tied to it."""
+    return name.endswith(TABLES) or name == f"{HEAD}.weight"
 
 
 def _parts(
@@ -58,3 +64,46 @@ def _parts(
     if style not in cut or (name.endswith(".bias") and style.startswith("rowwise")):
         return 1
     return min(ranks, shape.kv_heads) if module.endswith(KV) and style == "colwise" else ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A worker of so many ranks, each on a device of its own: bytes on each, and how much KV there is room for."""
+
+    ranks: int
+    weights: int = 0
+    kv: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    why_not: str = ""  # empty: it fits
+
+
+def fits(
+    shape: Shape, folder: Path, memory: int, *, utilization: float, dtype: str, block_size: int, kv_dtype: str
+) -> list[Fit]:
+    """Of each number in RANKS, where a device has `memory` bytes."""
+    found: list[Fit] = []
+    for ranks in RANKS:
+        try:
+            part = of_one_rank(of_ranks(shape, folder, ranks)) if ranks > 1 else shape
+            left = capacity(
+                part,
+                memory=memory,
+                utilization=utilization,
+                dtype=dtype,
+                block_size=block_size,
+                kv_dtype=kv_dtype,
+                contexts=(),
+                concurrencies=(),
+            )
+        except (CheckpointRefused, SettingsError) as error:
+            found.append(Fit(ranks, why_not=error.message))
+            continue
+        why_not = "" if left.blocks else "no room for one block of KV"
+        found.append(Fit(ranks, left.weights, left.kv, left.blocks, left.tokens, why_not))
+    return found
+
+
+def of_one_rank(shape: Shape) -> Shape:
+    """What one of a worker's ranks has: its parameters, and K and V of its heads."""
+    return replace(shape, kv_heads=shape.rank_heads, parameters=shape.rank_parameters, ranks=1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from planner.capacity import CHECKPOINT, Capacity, Shape, format_name
+from planner.ranks import Fit
 
 GIB, MIB = 2**30, 2**20
 
@@ -30,6 +33,18 @@ def facts(
             length: (length * per_token + shape.state_bytes(dtype)) / link for length in capacity.concurrency
         },
     }
+
+
+def ranks_table(fits: Sequence[Fit], memory: int) -> RenderableType:
+    """`memory` of one device, in bytes."""
+    title = f"ranks of a worker, each on a device of {memory / GIB:g} GiB"
+    found = Table("ranks", "weights on each", "KV on each", "tokens", title=title)
+    for fit in fits:
+        if fit.why_not:
+            found.add_row(str(fit.ranks), Text(f"no: {fit.why_not}"), "", "")
+        else:
+            found.add_row(str(fit.ranks), f"{fit.weights / GIB:.2f} GiB", f"{fit.kv / GIB:.2f} GiB", f"{fit.tokens:,}")
+    return found
 
 
 def table(

@@ -22,6 +22,7 @@ from engine.core.step_time import PROMPTS_S
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from kvtransfer.factory import make_transport
+from kvtransfer.transport import Transport
 from kvtransfer.types import Region
 from services.adapter_slots import AdapterSlots
 from services.cluster_credentials import guard, of_worker
@@ -61,14 +62,7 @@ class Worker:
         self.can_switch_role = self.engine.config.generates  # to the other pool
         self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
-        self.transport = make_transport(
-            settings.transport,
-            region_of(self.engine),
-            worker_id,
-            self.incarnation,
-            self.layout_hash,
-            settings.advertise_host or settings.host,
-        )
+        self.transport = self.transport_over(region_of(self.engine), self.incarnation, self.layout_hash)
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())
         self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.later)
@@ -88,6 +82,10 @@ class Worker:
         self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
         self._begun, self._stopped = 0, False
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
+
+    def transport_over(self, region: Region, incarnation: str, layout_hash: str) -> Transport:
+        host = self.settings.advertise_host or self.settings.host
+        return make_transport(self.settings.transport, region, self.worker_id, incarnation, layout_hash, host)
 
     # ---- start and stop
 
@@ -213,6 +211,7 @@ class Worker:
             address=self.address,
             model=self.settings.model,
             layout_hash=self.layout_hash,
+            kv_meaning=self.layout.meaning(),
             kv_dtype=self.layout.dtype,
             sum_order=model.sum_order,
             kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
@@ -238,6 +237,7 @@ class Worker:
             node=socket.gethostname(),
             device=device_name(self.engine.model.device),
             adapters_version=self.later.list.version,
+            tp=self.engine.model.size,
         )
 
     def _load(self) -> Load:

@@ -46,6 +46,8 @@ class Worker(_Dict):
     """The name of its host."""
     device: str = ""
     """On which its engine runs: cpu, or cuda: and what the host calls that GPU; empty for a router."""
+    tp: int = 1
+    """Ranks that it consists of (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,11 @@ class Pair(_Dict):
     """Why KV could move faster over another device; empty where it could not."""
     why: str = ""
     """Why the pair uses this transport, where the setting is auto."""
+    prefill_tp: int = 1
+    """Ranks of the prefill worker; KV moves between any two sizes."""
+    decode_tp: int = 1
+    converted: str = ""
+    """What is done to blocks that the decode worker keeps in another form; empty where they are the same."""
 
 
 @dataclass(frozen=True, slots=True)

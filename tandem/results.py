@@ -59,6 +59,8 @@ class Transfer(_Dict):
     """Seconds of it that prefill compute did not hide."""
     why: str = ""
     """Why this transport, where the setting is auto."""
+    converted: str = ""
+    """What was done to blocks that the decode worker keeps in another form, such as "int8 to fp8"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,9 @@ class Receipt(_Dict):
     """From sending to the first token's arrival, measured by this client; None when no token came."""
     estimate: Estimate | None = None
     """None where a worker's rate was unknown."""
+    prefill_tp: int = 1
+    """Ranks of the prefill worker (tensor parallelism); 0 when the path is local."""
+    decode_tp: int = 1
     ended_at: float = 0.0
     """Unix seconds on the router's clock."""
     trace_id: str = ""
@@ -254,7 +259,8 @@ def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
 
 
 def _transfer(report: common_pb2.TransferReport) -> Transfer:
-    return Transfer(report.transport, report.bytes, report.blocks, report.seconds, report.exposed_seconds, report.why)
+    numbers = (report.bytes, report.blocks, report.seconds, report.exposed_seconds)
+    return Transfer(report.transport, *numbers, report.why, report.converted)
 
 
 # ---- the cluster

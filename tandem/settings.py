@@ -142,7 +142,7 @@ class Settings(BaseSettings):
     checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. Not yet run on a GPU."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The type in which K and V are stored and moved. auto: the model's dtype. int8 and fp8 take about half the bytes
-    of bfloat16, scales included, and round; both pools must have the same."""
+    of bfloat16, scales included, and round. Where pools differ, decode workers convert."""
     sum_order: Literal["fastest", "tile32", "pairs", "chain16", "chain8"] = "fastest"
     """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
     on its processor. Workers on different processors produce the same bits if all are given one order that all support;

@@ -58,8 +58,9 @@ class WorkerRecord:
     incarnation: str
     address: str  # host:port
     model: str = ""
-    layout_hash: str = ""  # of its KV blocks; equal on both sides of a transfer
-    kv_dtype: str = ""  # the type of an element of K or V, such as "int8"
+    layout_hash: str = ""  # of its KV blocks
+    kv_meaning: str = ""  # of what they hold: KV of equal meaning is read, in other blocks too
+    kv_dtype: str = ""  # of an element of K or V, such as "int8"
     sum_order: str = ""  # equal in two workers: the same bits, such as "tile32"; "": not known
     kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included
     max_model_len: int = 0  # longest sequence that this worker can hold
@@ -76,6 +77,7 @@ class WorkerRecord:
     node: str = ""  # the name of its host
     device: str = ""  # on which its engine runs: "cpu", or "cuda:" and what the host calls that GPU
     adapters_version: int = 0  # of the list of adapters that it serves (cluster/state/adapter_list.py)
+    tp: int = 1  # ranks that it consists of (tensor parallelism)
     # From here on, what changes with the worker's load (RecordReader):
     running: int = 0
     waiting: int = 0
@@ -93,9 +95,7 @@ class WorkerRecord:
 
     def text(self) -> str:
         """JSON in the order of the fields, without the beat."""
-        described = asdict(self)
-        del described["beat"]
-        return json.dumps(described)
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "beat"})
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerRecord:
@@ -194,7 +194,6 @@ local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 10
 for _, id in ipairs(expired) do removed(id) end
 if #expired > 0 then redis.call('PUBLISH', ARGV[1], 'workers') end
 """
-PING = "return 'pong'"
 BEAT = (
     _BEGIN
     + """
@@ -291,7 +290,7 @@ class Registry:
     async def ping(self) -> float:
         """Seconds of one round trip."""
         start = perf_counter()
-        await self._store.run(PING, self._keys[:1], [])
+        await self._store.run("return 'pong'", self._keys[:1], [])
         return perf_counter() - start
 
     # ---- workers

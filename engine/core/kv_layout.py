@@ -101,14 +101,25 @@ class KvLayout:
 
     @classmethod
     def from_json(cls, text: str) -> KvLayout:
-        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError on text that is not a layout."""
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError on text that is not a layout, ValueError
+        with the names of fields that a later version has added."""
         raw: dict[str, Any] = json.loads(text)
+        if later := sorted(raw.keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"a layout of a later version, with {', '.join(later)}")
         states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw.get("states", ()))
         return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"]), "states": states})
 
     def hash(self) -> str:
         """32 hex digits over the canonical JSON; equal if and only if the layouts are (blake2b, RFC 7693)."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def meaning(self) -> str:
+        """32 hex digits over what K and V are, whatever the blocks that hold them: KV of equal meaning can be converted
+        (engine/core/kv_conversion.py)."""
+        calls = [(call.k_heads, call.k_dim, call.v_heads, call.v_dim) for call in self.calls]
+        states = self.hash() if self.states else ""
+        known = json.dumps([self.model_fingerprint, self.model_dtype, self.digest, calls, states])
+        return hashlib.blake2b(known.encode(), digest_size=16, person=b"tandem.meaning").digest().hex()
 
     def differences(self, other: KvLayout) -> list[str]:
         """One sentence for each field that differs, with both values; empty when the layouts are equal."""

@@ -124,6 +124,10 @@ def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def has_panels(module: nn.Module) -> bool:
+    return _PACKED in module.__dict__
+
+
 def panels(model: nn.Module) -> list[torch.Tensor]:
     """The packed weights of its products, each once."""
     packed = [each.__dict__[_PACKED][0] for each in model.modules() if _PACKED in each.__dict__]

@@ -193,6 +193,26 @@ def is_nothing(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
+def drop_packed(model: nn.Module) -> int:
+    """Drops the weights of products that have panels and that no other module reads, such as an embedding; returns
+    their bytes. Without them only the compiled operators serve."""
+    products = [each for each in model.modules() if modules.has_panels(each)]
+    readers = {id(each) for each in products}
+    others = {
+        each.data_ptr()
+        for module in model.modules()
+        if id(module) not in readers
+        for each in module.parameters(recurse=False)
+    }
+    dropped = 0
+    for product in products:
+        weight: Any = product.weight
+        if weight.data_ptr() not in others and not is_nothing(weight):
+            dropped += weight.nbytes
+            weight.data = nothing(weight.shape, weight.dtype, weight.device)
+    return dropped
+
+
 def weight_in(layer: Any) -> Any:
     """A layer's weight, also where codes stand for it; None if it has none."""
     codes: Codes | None = layer.__dict__.get(_CODES)

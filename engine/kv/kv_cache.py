@@ -62,8 +62,8 @@ class KvCache:
         self.v = [self._window(typed, c.v_offset, held, c.v_dim) for c, held in zip(layout.calls, own, strict=True)]
         self.quantised = bool(layout.scale_dtype)
         # The scales of their elements, `[num_blocks, block_size, kv_heads]`; None if not quantised.
-        self.k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
-        self.v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
+        self.k_scales = [self._scales(c.k_scale_offset, held) for c, held in zip(layout.calls, own, strict=True)]
+        self.v_scales = [self._scales(c.v_scale_offset, held) for c, held in zip(layout.calls, own, strict=True)]
         self.states = StateMemory(layout, slots, device) if layout.states else None
 
     @property
@@ -80,6 +80,10 @@ class KvCache:
         """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
         assert self.buffer.device.type == "cpu", f"block_view reads host memory, the pages are on {self.buffer.device}"
         return self.buffer[block].numpy().data
+
+    def all_heads(self) -> KvCache:
+        """The same memory with the KV heads of the whole model, where the views here are those of one rank."""
+        return KvCache(self.layout, self.num_blocks, self.buffer.device, memory=self.buffer.flatten())
 
     def save_state(self, slot: int, blocks: Sequence[int]) -> None:
         """Copies the states of a slot into `layout.state_blocks` blocks; what is left of the last one is zeroed."""
@@ -102,12 +106,13 @@ class KvCache:
         first = offset // typed.element_size() + heads.start * self.block_size * dim
         return torch.as_strided(typed, size, stride, storage_offset=first)
 
-    def _scales(self, offset: int, heads: int) -> torch.Tensor | None:
+    def _scales(self, offset: int, heads: range) -> torch.Tensor | None:
         if not self.quantised:
             return None
         typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
-        size, stride = (self.num_blocks, self.block_size, heads), (typed.shape[1], 1, self.block_size)
-        return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+        size, stride = (self.num_blocks, self.block_size, len(heads)), (typed.shape[1], 1, self.block_size)
+        first = offset // typed.element_size() + heads.start * self.block_size
+        return torch.as_strided(typed, size, stride, storage_offset=first)
 
 
 def heads_of(fact: CallFacts) -> range:

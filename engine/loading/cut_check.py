@@ -1,10 +1,12 @@
 """The check of a cut at every load: all ranks together against the whole model, on the very weights that will serve.
 
 The self-check compares the paths of what a rank has, and sees nothing of whether the parts make up the model. So rank 0
-runs one prompt through the whole model before it is cut, and all ranks run it afterwards. In float32 the gap between
-the logits, in their standard deviations, must be below the self-check's threshold: a part that is missing, taken twice
-or of other heads gives a gap of order one. In 16 bits the median over the positions is held against twice what rounding
-alone does to this model, as the self-check has it. And all ranks must have the same bits.
+runs one prompt through the whole model, with one layer in memory at a time (engine/loading/part_loader.py), and all
+ranks run it through their parts. transformers makes the layers of the whole and Tandem reads the parts, so an error of
+one does not hide in the other. In float32 the gap between the logits, in their standard deviations, must be below the
+self-check's threshold: a part that is missing, taken twice or of other heads gives a gap of order one. In 16 bits the
+median over the positions is held against twice what rounding alone does to this model, as the self-check has it. And
+all ranks must have the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Whole:
 
 
 def whole(module: PreTrainedModel) -> Whole:
-    """Of a model that is not cut yet."""
+    """Of a model that is not cut."""
     logits = _logits(module)
     if logits.dtype == torch.float32 and module.dtype == torch.float32:
         return Whole(logits, FP32_THRESHOLD)

@@ -9,7 +9,7 @@ import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,15 @@ from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kernels.weight_quantization import Packer
-from engine.loading import attention_probe, checkpoint, cut_check, lora_attachment, quantized_checkpoint, self_check
+from engine.loading import (
+    attention_probe,
+    checkpoint,
+    cut_check,
+    lora_attachment,
+    part_loader,
+    quantized_checkpoint,
+    self_check,
+)
 from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
@@ -74,10 +82,11 @@ def load_model(
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
-    with group.in_turn() if group else nullcontext():  # memory for the whole model at a time
-        module, packed = _load_module(folder, files, config, dtype)
-        say(f"{config.model_type} loaded from {folder}")
-        whole = _cut(module, group, say)
+    if group is None:
+        module, packed, whole = *_load_module(folder, files, config, dtype), None
+    else:
+        module, packed, whole = _load_part(folder, files, config, dtype, group, say)
+    say(f"{config.model_type} loaded from {folder}")
     if method is not None:
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
@@ -111,6 +120,9 @@ def _finished(model: ModelRunner, group: RankGroup | None, say: Callable[[str], 
     _return_memory()
     if group is None:
         return model
+    if not model.latent:  # whose attention reads weights of its projections
+        model.only_panels = weight_quantization.drop_packed(model.module)
+        _return_memory()
     facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
     same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
     group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
@@ -191,16 +203,6 @@ def _checked_config(
     return config, max_len, method
 
 
-def _cut(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> Whole | None:
-    """Leaves `module` the part of its rank; returns what rank 0 has computed with the whole."""
-    if group is None:
-        return None
-    whole = cut_check.whole(module) if group.rank == 0 else None
-    say(cut(module, group))
-    _return_memory()
-    return whole
-
-
 def _packer(device: torch.device, served_by: str) -> Packer | None:
     """Makes codes that products are multiplied with on this device; None where nothing does."""
     if served_by != REFERENCE:
@@ -251,35 +253,95 @@ def _load_module(
     folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Weights | None]:
     packed = quantized_checkpoint.read(files, config)
+    with _loading(folder, config):
+        options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+        if packed is None:
+            auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+            module, report = auto.from_pretrained(
+                folder, config=config, trust_remote_code=False, use_safetensors=True, **options
+            )
+        else:
+            shapes: Any = _shapes(config, dtype)
+            module, report = type(shapes).from_pretrained(
+                None, config=shapes.config, state_dict=packed.tensors, **options
+            )
+            _add_generation(module, folder)
+    _check_report(folder, report, packed)
+    return module.eval(), packed
+
+
+def _load_part(
+    folder: Path,
+    files: list[Path],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    group: RankGroup,
+    say: Callable[[str], None],
+) -> tuple[PreTrainedModel, None, Whole | None]:
+    """The part of one rank, which meets the others in its forward, no packed weights, and what rank 0 has computed with
+    the whole."""
+    expected: Whole | None = None
+    with _loading(folder, config):
+        shapes = _shapes(config, dtype)
+        own = cut(shapes, group)
+        weights = part_loader.WeightFiles(files, shapes)
+        if weights.strange is None:
+            module, report = part_loader.load(shapes, weights, own, dtype)
+            _add_generation(module, folder)
+            _check_report(folder, report, None)
+            if group.rank == 0:
+                with part_loader.streamed(shapes, weights, module) as streamed:
+                    expected = cut_check.whole(streamed)
+    if weights.strange is not None:
+        say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
+        with group.in_turn():  # memory for the whole model at a time
+            module, _ = _load_module(folder, files, config, dtype)
+            expected = cut_check.whole(module) if group.rank == 0 else None
+            own.take(module)
+            _return_memory()
+    own.attach(module)
+    served: Any = module
+    left, all_of_it = (sum(each.numel() for each in model.parameters()) / 1e6 for model in (module, shapes))
+    say(f"rank {group.rank} of {group.size} has {left:.1f} of {all_of_it:.1f} million parameters")
+    return served.eval(), None, expected
+
+
+def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights. transformers' factory takes no tensors, and the class that it finds does."""
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        made: Any = auto.from_config(config, trust_remote_code=False, dtype=dtype, attn_implementation="eager")
+    model: PreTrainedModel = made.eval()
+    return model
+
+
+def _add_generation(module: PreTrainedModel, folder: Path) -> None:
+    if (folder / GENERATION).is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
+    """What transformers raises inside is a CheckpointRefused."""
     if config.is_encoder_decoder:
         raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
-    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
     try:
         with _quiet():
-            options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
-            if packed is None:
-                module, report = auto.from_pretrained(
-                    folder, config=config, trust_remote_code=False, use_safetensors=True, **options
-                )
-            else:
-                with torch.device("meta"):  # transformers' factory takes no tensors, and the class that it finds does
-                    meta_model = auto.from_config(config, trust_remote_code=False)
-                module, report = type(meta_model).from_pretrained(
-                    None, config=meta_model.config, state_dict=packed.tensors, **options
-                )
-                if (folder / GENERATION).is_file():
-                    module.generation_config = GenerationConfig.from_pretrained(folder)
+            yield
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
+
+
+def _check_report(folder: Path, report: dict[str, Any], packed: Weights | None) -> None:
+    """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(problem) or ()))
-        if names:  # transformers would fill these with random numbers
+        if names:
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
     quantized_checkpoint.check_keys(sorted(map(str, report.get("unexpected_keys") or ())), packed)
-    return module.eval(), packed
 
 
 @contextmanager

@@ -31,7 +31,8 @@ from engine.core.kv_layout import KvLayout
 from engine.kv.kv_cache import KvCache
 from engine.parallel import rank_messages
 from engine.parallel.rank_group import RankGroup, group_memory, mapped, shared_file
-from engine.parallel.rank_messages import FREE, LOAD, PAGES, READY, STEP
+from engine.parallel.rank_memory import RankMemory
+from engine.parallel.rank_messages import CAPTURE, FREE, LOAD, PAGES, READY, STEP
 from tandem.errors import CheckpointRefused, TandemError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Ranks:
         self._made = 0  # pages, ever
         self._gone: list[int] = []  # pages of which the others have not been told yet that they are free
         self._joined = False
+        self.memory: list[RankMemory] = []  # of each other rank, once they have joined
         self._ended = threading.Event()
         try:
             self.group = RankGroup(0, size, memory)
@@ -100,6 +102,7 @@ class Ranks:
             connection.settimeout(SEND_S)
             if kind != READY:
                 return CheckpointRefused(f"rank {rank}: {rank_messages.from_json(content)['why']}")
+            self.memory.append(RankMemory(**rank_messages.from_json(content)))
         return worst
 
     def _ended_silently(self) -> TandemError:
@@ -125,14 +128,19 @@ class Ranks:
         self._numbers[pages] = self._made
         weakref.finalize(pages, self._gone.append, self._made).atexit = False
 
+    def capture(self, pages: KvCache, spare: int, max_running: int) -> None:
+        """Has the other ranks capture decode steps over these pages while this one does; all of them can, or none."""
+        about = {"number": self._numbers[pages], "spare": spare, "max_running": max_running}
+        self._tell(CAPTURE, rank_messages.of_json(about))
+
     @contextmanager
-    def together(self, pages: KvCache, batch: Batch) -> Iterator[None]:
+    def together(self, pages: KvCache, batch: Batch, captured: bool) -> Iterator[None]:
         """Has the other ranks run this step while rank 0 does so inside. Raises Unavailable when one is lost, and for
         every error of rank 0's own: the others are in the middle of a step then, so the group is over. Such an error is
         not told to `on_lost`: the sequences of the step may be its reason."""
         if gone := [self._gone.pop() for _ in range(len(self._gone))]:
             self._tell(FREE, rank_messages.of_json({"numbers": gone}))
-        self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch))
+        self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch, captured))
         try:
             yield
         except Exception as error:

@@ -58,6 +58,11 @@ class RankGroup:
         if not (all_ranks.view(self.size, DIGEST_BYTES) == all_ranks[:DIGEST_BYTES]).all():
             raise CheckpointRefused(f"the {self.size} ranks of a worker do not have the same {what}")
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says so; returns when all have."""
+        said = self.all_gather(torch.tensor([yes], dtype=torch.uint8), AGREEMENT)
+        return bool(said.all().item())
+
     def beats(self) -> list[int]:
         """Each rank's count of signs of life: one every 50 ms while its process runs."""
         counts: list[int] = torch.ops.tandem.group_beats.default(self.number)

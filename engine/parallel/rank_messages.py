@@ -3,9 +3,10 @@
 message   kind, length, each 4 bytes   then `length` bytes of content; new pages come with their file
 LOAD      JSON: what to load                                            rank 0 -> others, first
 PAGES     JSON: number, num_blocks, block_size                          rank 0 -> others
+CAPTURE   JSON: number of pages, spare, max_running                     rank 0 -> others
 FREE      JSON: numbers of pages that nobody has any more               rank 0 -> others
-STEP      int64: the number of the pages, and a Batch                   rank 0 -> others
-READY     nothing: loaded and checked                                   others -> rank 0
+STEP      int64: the number of the pages, captured or not, and a Batch  rank 0 -> others
+READY     JSON: loaded and checked, a RankMemory                        others -> rank 0
 FAILED    JSON: why                                                     others -> rank 0, last
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from engine.attention.forward_context import Batch
 
-LOAD, PAGES, FREE, STEP, READY, FAILED = range(6)
+LOAD, PAGES, CAPTURE, FREE, STEP, READY, FAILED = range(7)
 HEADER = struct.Struct("<II")
 LONGEST = 1 << 28  # bytes; far beyond any step
 
@@ -67,20 +68,20 @@ def from_json(content: bytes) -> dict[str, Any]:
     return value
 
 
-def of_step(pages: int, batch: Batch) -> bytes:
-    """A step over these pages. Positions follow from the lengths."""
+def of_step(pages: int, batch: Batch, captured: bool) -> bytes:
+    """A step over these pages, by a captured one or not. Positions follow from the lengths."""
     assert not batch.adapters, "a model of several ranks has no adapters"
-    counts = (pages, len(batch.token_ids), len(batch.query_lens), len(batch.logits_at))
+    counts = (pages, int(captured), len(batch.token_ids), len(batch.query_lens), len(batch.logits_at))
     widths = [len(table) for table in batch.block_tables]
     lists = (batch.token_ids, batch.query_lens, batch.context_lens, batch.logits_at, widths)
     return array("q", chain(counts, *lists, *batch.block_tables)).tobytes()
 
 
-def from_step(content: bytes) -> tuple[int, Batch]:
+def from_step(content: bytes) -> tuple[int, Batch, bool]:
     """The inverse of `of_step`."""
     numbers = array("q", content).tolist()
-    pages, tokens, sequences, wanted = numbers[:4]
-    at = 4
+    pages, captured, tokens, sequences, wanted = numbers[:5]
+    at = 5
 
     def take(count: int) -> list[int]:
         nonlocal at
@@ -95,4 +96,5 @@ def from_step(content: bytes) -> tuple[int, Batch]:
         for query, context in zip(query_lens, context_lens, strict=True)
         for position in range(context - query, context)
     ]
-    return pages, Batch(token_ids, positions, query_lens, context_lens, [take(width) for width in widths], logits_at)
+    tables = [take(width) for width in widths]
+    return pages, Batch(token_ids, positions, query_lens, context_lens, tables, logits_at), bool(captured)

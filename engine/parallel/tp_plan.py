@@ -39,7 +39,6 @@ ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention
 # Settings that have not been made to work by several ranks, and the values with which they are as if absent.
 WITHOUT: dict[str, tuple[object, ...]] = {
     "weights": ("checkpoint",),
-    "kv_dtype": ("auto",),
     "adapters": ({},),
     "adapter_root": (None,),
     "draft_model": (None,),

@@ -1,16 +1,20 @@
-"""Cuts a loaded model to one rank's part, by the plan that transformers has for it, and has the ranks meet.
+"""Which part of a model one rank has, by the plan that transformers has for it, and where the ranks meet.
 
     q, k, v [heads * d, in]     this rank's heads      o [out, heads * d]     its columns, then the sum of all ranks
     gate, up [wide, in]         its part of `wide`     down [out, wide]       its columns, then the sum
     experts                     each expert likewise   head [vocab, in]       its part of the vocabulary, then all parts
+    embedding [vocab, out]      its part of the vocabulary; rows of other ranks are zeros, then the sum
 
 The plan names modules; nothing here knows a family. Of KV heads that are fewer than ranks each is on several ranks,
-which compute the same bits. What is not cut is whole on every rank: norms, embeddings, latent projections.
+which compute the same bits. What is not cut is whole on every rank: norms, latent projections, and a vocabulary that
+the ranks cannot share. `cut` needs no weights, only shapes: engine/loading/part_loader.py then reads the parts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,38 +33,77 @@ KV = ("k_proj", "v_proj")
 BY_HEADS = frozenset({"q_proj", *KV, "q_b_proj", "kv_b_proj"})
 
 
-def cut(model: PreTrainedModel, group: RankGroup) -> str:
-    """Leaves `model` this rank's part of its weights; returns a line about what is left.
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a parameter: along `dim`, stretches (start, length), one behind the other."""
+
+    dim: int
+    stretches: tuple[tuple[int, int], ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """In memory of its own."""
+        return torch.cat([whole.narrow(self.dim, *stretch) for stretch in self.stretches], self.dim)
+
+
+@dataclass
+class Cut:
+    """One rank's part of a model. `parts` are of parameters by name; those that are missing are whole."""
+
+    group: RankGroup
+    parts: dict[str, Part] = field(default_factory=dict)
+    meet: list[Callable[[PreTrainedModel], object]] = field(default_factory=list)  # puts the calls of the group in
+    sites: int = 0
+    done: Counter[str] = field(default_factory=Counter)
+
+    def take(self, model: PreTrainedModel) -> None:
+        """Leaves a model with whole parameters, or with shapes alone, this rank's part; ties stay."""
+        taken: dict[int, nn.Parameter] = {}
+        for name, part in self.parts.items():
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            whole = module._parameters[own]
+            assert whole is not None
+            if id(whole) not in taken:
+                taken[id(whole)] = nn.Parameter(part.of(whole.data), requires_grad=False)
+            module._parameters[own] = taken[id(whole)]
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Makes a model that has this rank's part meet the others in its forward."""
+        for put in self.meet:
+            put(model)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+            _fit_groups(module)
+
+
+def cut(model: PreTrainedModel, group: RankGroup) -> Cut:
+    """The part of `group.rank`, by the shapes of a whole model, which is not changed.
 
     Raises CheckpointRefused, with the module's name, for what the plan does not cut as Tandem understands it.
     """
-    whole = sum(parameter.numel() for parameter in model.parameters())
     plan: dict[str, str] = model._tp_plan or {}
-    sites = 0
-    done: Counter[str] = Counter()
+    own = Cut(group)
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            if style := _style(plan, f"{name}.{own}"):
-                _check(style, f"{name}.{own}")
-                part = _bare(parameter.data, style, group, f"{name}.{own}")
-                module._parameters[own] = nn.Parameter(part, requires_grad=False)
-                done[style] += 1
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if style := _style(plan, f"{name}.{leaf}"):
+                _check(style, f"{name}.{leaf}")
+                own.done[style] += 1
+                _bare(own, parameter, style, f"{name}.{leaf}")
         if (style := _style(plan, name)) is None:
             continue
         _check(style, name)
-        done[style] += 1
-        sites += 1
+        own.done[style] += 1
+        own.sites += 1
         if style in SUMMED:
-            module.register_forward_hook(partial(_sum, group, sites))
+            _hook(own, name, partial(_sum, group, own.sites))
         elif style in CUT:
             parent, _, leaf = name.rpartition(".")
-            _product(module, style, group, sites, (name, leaf, modules[parent]))
-    _check_layers(model, done)
-    for module in modules.values():
-        _fit_groups(module)
-    left = sum(parameter.numel() for parameter in model.parameters())
-    return f"rank {group.rank} of {group.size} has {left / 1e6:.1f} of {whole / 1e6:.1f} million parameters"
+            _product(own, module, style, (name, leaf, modules[parent]))
+    _check_layers(model, own.done)
+    _vocabulary(own, model, modules)
+    return own
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -83,111 +126,157 @@ def _check_layers(model: PreTrainedModel, done: Counter[str]) -> None:
         )
 
 
-def _part(weight: torch.Tensor, dim: int, group: RankGroup, name: str) -> torch.Tensor:
-    """This rank's part along one dimension, in memory of its own."""
-    count = weight.shape[dim]
+def _share(count: int, group: RankGroup, name: str, first: int = 0) -> tuple[int, int]:
+    """This rank's stretch of `count` rows or columns that begin at `first`."""
     if count % group.size:
         raise CheckpointRefused(f"{name} has {count} rows or columns, which {group.size} ranks cannot share")
-    return _own(weight.narrow(dim, group.rank * (count // group.size), count // group.size))
+    return first + group.rank * (count // group.size), count // group.size
 
 
-def _own(part: torch.Tensor) -> torch.Tensor:
-    return part.clone(memory_format=torch.contiguous_format)
+def _even(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
+    return Part(dim, (_share(shape[dim], group, name),))
 
 
-def _packed(weight: torch.Tensor, dim: int, group: RankGroup, name: str) -> torch.Tensor:
+def _packed(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
     """The part of two weights that lie behind each other along `dim`."""
-    return torch.cat([_part(half, dim, group, name) for half in weight.chunk(2, dim)], dim)
+    half, odd = divmod(shape[dim], 2)
+    if odd:
+        raise CheckpointRefused(f"{name} has {shape[dim]} rows or columns, which are not two weights in one")
+    return Part(dim, (_share(half, group, name), _share(half, group, name, half)))
 
 
-def _bare(weight: torch.Tensor, style: str, group: RankGroup, name: str) -> torch.Tensor:
+def _bare(own: Cut, weight: torch.Tensor, style: str, name: str) -> None:
     """A parameter that no product owns: [experts, out, in], or one number for each head or column."""
     rows = max(weight.ndim - 2, 0)
     if style == "colwise":
-        return _part(weight, rows, group, name)
-    if style == "packed_colwise":
-        return _packed(weight, rows, group, name)
-    if style == "rowwise" and weight.ndim > 1:
-        return _part(weight, weight.ndim - 1, group, name)
-    if style == "packed_rowwise" and weight.ndim > 1:
-        return _packed(weight, weight.ndim - 1, group, name)
-    if style in CUT:
+        own.parts[name] = _even(weight.shape, rows, own.group, name)
+    elif style == "packed_colwise":
+        own.parts[name] = _packed(weight.shape, rows, own.group, name)
+    elif style == "rowwise" and weight.ndim > 1:
+        own.parts[name] = _even(weight.shape, weight.ndim - 1, own.group, name)
+    elif style == "packed_rowwise" and weight.ndim > 1:
+        own.parts[name] = _packed(weight.shape, weight.ndim - 1, own.group, name)
+    elif style in CUT:
         raise CheckpointRefused(f"{name} {list(weight.shape)} is not what Tandem cuts by {style}")
-    return weight
 
 
-def _product(module: nn.Module, style: str, group: RankGroup, site: int, where: tuple[str, str, nn.Module]) -> None:
+def _product(own: Cut, module: nn.Module, style: str, where: tuple[str, str, nn.Module]) -> None:
     name, leaf, parent = where
     if type(module) is not nn.Linear:
         raise CheckpointRefused(f"{name} is a {type(module).__name__}; Tandem cuts plain linear layers by {style}")
-    weight: torch.Tensor = module.weight.data
-    bias: torch.Tensor | None = None if module.bias is None else module.bias.data
+    group, shape = own.group, module.weight.shape
     if style in GATHERED:
-        if weight.shape[0] % group.size:  # such as the head of an odd vocabulary: whole on every rank
+        if shape[0] % group.size:  # such as the head of an odd vocabulary: whole on every rank
             return
-        weight, bias = _rows(weight, bias, partial(_part, dim=0, group=group, name=name))
-        module.register_forward_hook(partial(_gather, group, site))
+        part = _even(shape, 0, group, name)
+        _hook(own, name, partial(_gather, group, own.sites))
     elif style == "packed_colwise":
-        weight, bias = _rows(weight, bias, partial(_packed, dim=0, group=group, name=name))
+        part = _packed(shape, 0, group, name)
     elif style == "colwise":
-        weight, bias = _columns_out(module, group, (name, leaf, parent))
+        part = _columns_out(own, module, (name, leaf, parent))
     elif style == "rowwise" or style in SPLIT:
-        weight = _part(weight, 1, group, name)
-        if bias is not None and group.rank > 0:  # once in the sum
-            bias = torch.zeros_like(bias)
+        part = _even(shape, 1, group, name)
+        if module.bias is not None and group.rank > 0:  # once in the sum
+            own.meet.append(partial(_no_bias, name))
         if style in SPLIT:
-            module.register_forward_pre_hook(partial(_split, group.rank, weight.shape[1]))
-        module.register_forward_hook(partial(_sum, group, site))
+            own.meet.append(partial(_register, name, "register_forward_pre_hook", partial(_split, part.stretches[0])))
+        _hook(own, name, partial(_sum, group, own.sites))
     else:
         raise CheckpointRefused(f"{name}: Tandem does not cut a linear layer by {style}")
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    module.out_features, module.in_features = weight.shape
-    if bias is not None:
-        module.bias = nn.Parameter(bias, requires_grad=False)
+    own.parts[f"{name}.weight"] = part
+    if module.bias is not None and part.dim == 0:
+        own.parts[f"{name}.bias"] = part
 
 
-def _rows(weight: torch.Tensor, bias: torch.Tensor | None, part: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return part(weight), None if bias is None else part(bias)
-
-
-def _columns_out(
-    module: nn.Linear, group: RankGroup, where: tuple[str, str, nn.Module]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _columns_out(own: Cut, module: nn.Linear, where: tuple[str, str, nn.Module]) -> Part:
     """The part of a product whose output stays cut. Attention's are cut between heads, and note the KV heads."""
     name, leaf, parent = where
-    weight: torch.Tensor = module.weight.data
-    bias: torch.Tensor | None = None if module.bias is None else module.bias.data
+    group, shape = own.group, module.weight.shape
     dim = getattr(parent, "head_dim", None)
     attends = hasattr(parent, "is_causal") or hasattr(parent, "num_key_value_groups")
     if attends and leaf not in BY_HEADS:
         raise CheckpointRefused(f"the plan cuts {name}, of whose rows Tandem does not know how they follow heads")
     if leaf not in KV or not isinstance(dim, int):
-        return _rows(weight, bias, partial(_part, dim=0, group=group, name=name))
-    heads, rest = divmod(weight.shape[0], dim)
+        return _even(shape, 0, group, name)
+    heads, rest = divmod(shape[0], dim)
     if rest or (heads % group.size and group.size % heads):
         raise CheckpointRefused(f"{name} has {heads} KV heads, which {group.size} ranks cannot share evenly")
-    count = max(1, heads // group.size)
     first = group.rank * heads // group.size
-    setattr(parent, HELD, HeldHeads(first, heads))
-    return _rows(weight, bias, lambda whole: _own(whole.narrow(0, first * dim, count * dim)))
+    own.meet.append(partial(_hold, name.rpartition(".")[0], HeldHeads(first, heads)))
+    return Part(0, ((first * dim, max(1, heads // group.size) * dim),))
+
+
+def _vocabulary(own: Cut, model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
+    """Cuts the table of input embeddings, which no plan does, unless a head that is tied to it stays whole."""
+    whole: Any = model  # transformers' accessors are not typed
+    table, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    names = {id(module): name for name, module in modules.items()}
+    if not isinstance(table, nn.Embedding) or id(table) not in names or table.num_embeddings % own.group.size:
+        return
+    tied = head is not None and head.weight is table.weight
+    if tied and f"{names.get(id(head))}.weight" not in own.parts:
+        return
+    name = names[id(table)]
+    own.sites += 1
+    own.parts[f"{name}.weight"] = part = _even(table.weight.shape, 0, own.group, name)
+    own.meet.append(partial(_look_up_part, name, own.group, own.sites, part.stretches[0]))
 
 
 def _fit_groups(module: nn.Module) -> None:
     """Query heads for each KV head, of which transformers' eager attention keeps a number."""
-    held: HeldHeads | None = module.__dict__.get(HELD)
+    held = held_heads(module)
     query, key = getattr(module, "q_proj", None), getattr(module, "k_proj", None)
     if held is not None and hasattr(module, "num_key_value_groups"):
         if not isinstance(query, nn.Linear) or not isinstance(key, nn.Linear):
             raise CheckpointRefused(
                 f"{type(module).__name__} is cut, and has no q_proj and k_proj to count its heads by"
             )
-        module.__dict__["num_key_value_groups"] = query.out_features // key.out_features
+        module.__dict__["num_key_value_groups"] = query.weight.shape[0] // key.weight.shape[0]
 
 
 def held_heads(module: nn.Module) -> HeldHeads | None:
     """Which KV heads of the whole model an attention module has; None: all."""
     held: HeldHeads | None = module.__dict__.get(HELD)
     return held
+
+
+# ---- what `meet` does to a model
+
+
+def _hook(own: Cut, name: str, hook: Callable[..., object]) -> None:
+    own.meet.append(partial(_register, name, "register_forward_hook", hook))
+
+
+def _register(name: str, how: str, hook: Callable[..., object], model: PreTrainedModel) -> None:
+    getattr(model.get_submodule(name), how)(hook)
+
+
+def _hold(name: str, held: HeldHeads, model: PreTrainedModel) -> None:
+    setattr(model.get_submodule(name), HELD, held)
+
+
+def _no_bias(name: str, model: PreTrainedModel) -> None:
+    bias: Any = model.get_submodule(name).bias
+    bias.data = torch.zeros_like(bias.data)
+
+
+def _look_up_part(name: str, group: RankGroup, site: int, rows: tuple[int, int], model: PreTrainedModel) -> None:
+    """Ids below or beyond those of all ranks raise IndexError, as with one rank."""
+    module: Any = model.get_submodule(name)
+    whole_forward, (first, count) = module.forward, rows
+
+    def of_others(local: torch.Tensor) -> torch.Tensor:
+        if group.rank == 0:
+            return local >= count
+        return local < 0 if group.rank == group.size - 1 else (local < 0) | (local >= count)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        local = ids - first
+        others = of_others(local)
+        found: torch.Tensor = whole_forward(local.masked_fill(others, 0))
+        return group.all_reduce(found.masked_fill(others.unsqueeze(-1), 0), site)
+
+    module.forward = forward
 
 
 def _sum(group: RankGroup, site: int, _module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
@@ -198,6 +287,6 @@ def _gather(group: RankGroup, site: int, _module: Any, _inputs: Any, out: torch.
     return group.all_gather(out, site)
 
 
-def _split(rank: int, width: int, _module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _split(columns: tuple[int, int], _module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """This rank's part of an input that every rank has whole."""
-    return inputs[0][..., rank * width : (rank + 1) * width], *inputs[1:]
+    return inputs[0].narrow(-1, *columns), *inputs[1:]

@@ -15,6 +15,9 @@ sequences in a bucket of four, s the spare block:
 The tensors of a bucket stay in place. A step fills one buffer (on CUDA pinned memory, copied to the device in one
 transfer) and replays. A captured step is compared with the same step uncaptured before it serves.
 
+The ranks of one worker capture together, each its own operators, and each replays them: sums over ranks are operators
+like others. They serve a bucket only if all of them found it right.
+
 `cuda_graphs` has not yet run on a GPU. Everything around it runs, and is tested, on any device.
 """
 
@@ -55,8 +58,6 @@ def capture_for(model: ModelRunner) -> Capture:
         return cuda_graphs()
     if model.kernels == REFERENCE:
         raise Uncapturable("the compiled operators do not serve")
-    if model.group is not None:
-        raise Uncapturable(f"{model.group.size} ranks serve it")
     if model.recorded is None:  # Python between the operators may keep tensors whose memory a capture would move
         raise Uncapturable("the forward is not recorded")
     if model.step_bytes > CPU_BYTES:
@@ -119,16 +120,21 @@ class Decode:
     ) -> None:
         if (why := unfit(model, pages)) is not None:
             raise Uncapturable(why)
+        self._model, self._pages = model, pages
         self._block_size, self._spare = pages.block_size, spare
         self._width = -(-model.max_model_len // pages.block_size)
         self._buckets: list[_Bucket] = []
         capture = capture or capture_for(model)
         sizes = buckets(min(max_running, LARGEST[model.device.type]))
+        if model.ranks is not None:
+            model.ranks.capture(pages, spare, max_running)
         with torch.inference_mode():
             for rows in reversed(sizes):  # the largest first: the others fit into its memory
                 try:
                     self._buckets.insert(0, _Bucket(model, pages, rows, self._width, spare, capture))
                 except (RuntimeError, AttributeError) as error:  # a step that asks the device or the batch for numbers
+                    if model.group is not None and model.group.broken:
+                        raise
                     raise Uncapturable(str(error).strip().partition("\n")[0]) from error
         self.sizes = tuple(sizes)
 
@@ -143,7 +149,7 @@ class Decode:
             return None
         batch.check(self._block_size, self._spare)  # so no table contains the spare block
         bucket = next(candidate for candidate in self._buckets if candidate.rows >= rows)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._model.on_all_ranks(self._pages, batch, captured=True):
             bucket.fill(batch.token_ids, batch.positions, batch.block_tables)
             return bucket.replay()[:rows]
 
@@ -238,7 +244,8 @@ class _Bucket:
     def _differs(self) -> str | None:
         """Compares the replay with the step itself, over another batch than the recorded one; None if it is the same.
 
-        Takes as many sequences as fit into blocks 0 and on, with random KV in them, and leaves those zeroed.
+        Takes as many sequences as fit into blocks 0 and on, with random KV in them, and leaves those zeroed. Of several
+        ranks the first does what concerns the memory of all, and each compares its logits.
         """
         pages, size = self._pages, self._size
         per = 2 if self._model.max_model_len > size and self._spare > 1 else 1
@@ -248,23 +255,43 @@ class _Bucket:
         ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
         tables = [[per * row + block for block in range(per)] for row in range(count)]
         used = pages.buffer[: per * count]
-        generator = torch.Generator(used.device).manual_seed(self.rows)
-        for call in range(len(self._model.facts)):
-            for view, scales in ((pages.k[call], pages.k_scales[call]), (pages.v[call], pages.v_scales[call])):
-                _randomise(view[: per * count], None if scales is None else scales[: per * count], generator)
-        before = used.clone()
+        owner = self._model.group is None or self._model.group.rank == 0
+        if owner:
+            _randomise_all(pages.all_heads(), per * count, self.rows)
+            before = used.clone()
+        self._all_ranks()
         self.fill(ids, positions, tables)
-        expected, written = self._call().clone(), used.clone()
-        used.copy_(before)
+        expected = self._call().clone()
+        self._all_ranks()
+        if owner:
+            written = used.clone()
+            used.copy_(before)
+        self._all_ranks()
         replayed = self.replay()
+        self._all_ranks()
         exact = pages.buffer.device.type == "cpu"
         gap = ((replayed - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
-        same = torch.equal(replayed[:count], expected[:count]) and torch.equal(used, written) if exact else gap <= GAP
-        used.zero_()
+        same = torch.equal(replayed[:count], expected[:count]) if exact else gap <= GAP
+        if owner:
+            same = same and (not exact or torch.equal(used, written))
+            used.zero_()
+        same = self._all_ranks(same)
         self.fill([], [], [])
         if same:
             return None
         return f"{self.rows} rows: the captured step differs from the step itself by {gap:.2g} of the logits' spread"
+
+    def _all_ranks(self, yes: bool = True) -> bool:
+        """Whether all ranks say yes, when all have come here."""
+        group = self._model.group
+        return yes if group is None else group.all_say(yes)
+
+
+def _randomise_all(pages: KvCache, blocks: int, seed: int) -> None:
+    generator = torch.Generator(pages.buffer.device).manual_seed(seed)
+    calls = zip((*pages.k, *pages.v), (*pages.k_scales, *pages.v_scales), strict=True)
+    for view, scales in calls:
+        _randomise(view[:blocks], None if scales is None else scales[:blocks], generator)
 
 
 def _randomise(kv: torch.Tensor, scales: torch.Tensor | None, generator: torch.Generator) -> None:

@@ -9,8 +9,8 @@ attention implementations only while it is loaded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,6 +74,7 @@ class ModelRunner:
         self.block_size, self.kv_dtype = served.block_size, served.kv_dtype
         self.kernels, self.sum_order = served.kernels, served.sum_order
         self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.only_panels = 0  # bytes of this rank's weights of which only packed copies are left
         self.weights = CHECKPOINT  # or the format that their products have
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
         self.cuda_products = False  # Triton's serve, on CUDA
@@ -91,8 +92,8 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         """Bytes of the weights as served, of all ranks, without second copies that are packed for speed."""
         own = sum(each.nbytes for each in self.module.parameters() if not weight_quantization.is_nothing(each))
-        own += sum(codes.nbytes for codes in weight_quantization.codes_in(self.module))
-        return own * self._size
+        own += sum(codes.nbytes for codes in weight_quantization.codes_in(self.module)) + self.only_panels
+        return own * self.size
 
     @property
     def step_bytes(self) -> int:
@@ -100,10 +101,11 @@ class ModelRunner:
         module: Any = self.module  # transformers' accessors are not typed
         table: torch.Tensor = module.get_input_embeddings().weight
         head = getattr(module.get_output_embeddings(), "weight", None)
-        return self.weight_bytes - (0 if head is table else table.nbytes * self._size)
+        return self.weight_bytes - (0 if head is table else table.nbytes * self.size)
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Ranks that it consists of."""
         return self.group.size if self.group else 1
 
     @property
@@ -138,12 +140,18 @@ class ModelRunner:
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`. Of several ranks rank 0 has
         the others run it, too, and returns when all have; it raises Unavailable when one is lost.
         """
-        with self.ranks.together(pages, batch) if self.ranks else nullcontext():
+        with self.on_all_ranks(pages, batch):
             step = self.step(pages, batch)
-            logits = self.run(step, step.tensor(batch.logits_at)).float()
+            return self.run(step, step.tensor(batch.logits_at)).float()
+
+    @contextmanager
+    def on_all_ranks(self, pages: KvCache, batch: Batch, captured: bool = False) -> Iterator[None]:
+        """A step of these inside, which rank 0 has the others run, too, `captured` or not; ends when all have written
+        their KV."""
+        with self.ranks.together(pages, batch, captured) if self.ranks else nullcontext():
+            yield
             if self.group is not None:
                 self.group.end_step()
-            return logits
 
     def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""

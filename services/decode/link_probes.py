@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.transport import measure_link
 from kvtransfer.types import Peer
+from services.decode.kv_landing import KvLandings
 from services.decode.prefill_peers import CONNECT_TIMEOUT_S
 from services.worker import Worker
 from tandem.errors import Busy, DeadlineExceeded, TransferFailed
@@ -21,18 +22,20 @@ PROBE_WAIT_S = 10.0  # for another probe of this worker to end
 
 
 class Probes:
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, landings: KvLandings) -> None:
+        self._worker, self._landings = worker, landings
         self._lock = asyncio.Lock()
         self._count = itertools.count(1)
 
     async def speed(self, peer: Peer, size: int = PROBE_BYTES) -> float:
         """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
         Raises Busy, and what the transport raises."""
-        most = size // self._worker.layout.block_bytes
+        most = size // peer.block_bytes
+        landing = self._landings.at(peer)
+        room = landing.count if landing else self._worker.engine.pool.total
         async with self._locked():
-            async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
-                transport = self._worker.transport
+            async with self._blocks(peer, min(most, room // 4, peer.num_blocks)) as blocks:
+                transport = landing.transport if landing else self._worker.transport
                 if isinstance(transport, AutoTransport):
                     return await transport.compare(peer, blocks, PROBE_TIMEOUT_S)
                 return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
@@ -44,7 +47,8 @@ class Probes:
 
     async def verify(self, peer: Peer) -> None:
         """Reads one block. Raises TransferFailed, WorkerLost, Busy."""
-        transport = self._worker.transport
+        landing = self._landings.at(peer)
+        transport = landing.transport if landing else self._worker.transport
         async with self._blocks(peer, 1) as (block,):
             try:
                 await transport.connect(peer, CONNECT_TIMEOUT_S)
@@ -56,6 +60,13 @@ class Probes:
     async def _blocks(self, peer: Peer, count: int) -> AsyncIterator[list[int]]:
         """Free blocks, whose content is overwritten. All reads into them have ended when the block ends: see
         Transport.read."""
+        if (landing := self._landings.at(peer)) is not None:
+            places = await landing.take(max(1, count))
+            try:
+                yield places
+            finally:
+                landing.give(places)
+            return
         loop, pool = self._worker.loop, self._worker.engine.pool
         # A name used only once: the end of one probe must not free the blocks of another.
         owner = f"probe:{peer.worker_id}#{next(self._count)}"

@@ -19,6 +19,7 @@ import structlog
 from engine.core.kv_layout import KvLayout
 from kvtransfer.transport import Transport
 from kvtransfer.types import LinkMessage, Peer
+from services.decode.kv_landing import KvLanding, KvLandings
 from services.grpc_server import Channels
 from services.kv_links import dialled
 from services.proto_convert import peer_from
@@ -50,6 +51,8 @@ class PrefillPeer:
     incarnation: Incarnation
     peer: Peer
     stub: prefill_pb2_grpc.PrefillServiceStub
+    transport: Transport
+    landing: KvLanding | None  # where its blocks arrive if they have another layout; None: where they belong
 
     async def adapters(self) -> dict[str, bytes]:
         """The fingerprints of the adapters that it serves now, by name. Raises Unavailable."""
@@ -61,6 +64,7 @@ class _Link:
     incarnation: Incarnation
     address: str
     peer: Peer | None = None  # as last passed to the transport
+    transport: Transport | None = None
     connecting: asyncio.Task[PrefillPeer] | None = None
     users: int = 0
     failed: TandemError | None = None  # why requests are refused; None: usable
@@ -73,11 +77,15 @@ class PrefillPeers:
     TandemError when it does not arrive; `compare` measures the transports of a new peer, if there are several."""
 
     def __init__(
-        self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify, compare: Verify | None = None
+        self,
+        transport: Transport,
+        landings: KvLandings,
+        channels: Channels,
+        verify: Verify,
+        compare: Verify | None = None,
     ) -> None:
         self._transport = transport
-        transport.dial = self._dial
-        self._layout = layout
+        self._landings = landings
         self._channels = channels
         self._verify = verify
         self._compare = compare
@@ -187,18 +195,35 @@ class PrefillPeers:
                     f"{address} is {peer.worker_id}, incarnation {peer.incarnation}, not {worker_id}, {incarnation}",
                     reason="STALE_INCARNATION",
                 )
-            differences = self._layout.differences(KvLayout.from_json(answer.layout_json))
-            if differences:
-                raise IncompatibleLayout(f"{worker_id} cannot hand over to this worker: {'; '.join(differences)}")
-            link.peer = peer
+            landing = await self._landing(worker_id, answer.layout_json)
+            transport = landing.transport if landing else self._transport
+            transport.dial = self._dial
+            link.peer, link.transport = peer, transport
             try:
-                await self._transport.connect(peer, CONNECT_TIMEOUT_S)
+                await transport.connect(peer, CONNECT_TIMEOUT_S)
             except DeadlineExceeded as error:
                 raise TransferFailed(f"no connection to the KV of {worker_id}: {error.message}") from error
         except Exception as error:
             raise known(error, "connecting to a prefill worker") from error
-        log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
-        return PrefillPeer(link.incarnation, peer, stub)
+        converted = landing.names if landing else ""
+        log.info(
+            "source.connected",
+            source=worker_id,
+            incarnation=incarnation,
+            link=transport.link(peer),
+            **({"converted": converted} if converted else {}),
+        )
+        return PrefillPeer(link.incarnation, peer, stub, transport, landing)
+
+    async def _landing(self, worker_id: str, layout_json: str) -> KvLanding | None:
+        """Raises IncompatibleLayout."""
+        try:
+            return await self._landings.of(KvLayout.from_json(layout_json))
+        except IncompatibleLayout as error:
+            raise IncompatibleLayout(f"{worker_id} cannot hand over to this worker: {error.message}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{worker_id} describes its blocks in a way that this worker does not know: {error}"
+            raise IncompatibleLayout(what) from error
 
     def _dial(self, peer: Peer, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
         """For a transport whose sources act: a call to a source that this worker has a link to."""
@@ -207,8 +232,8 @@ class PrefillPeers:
 
     async def _forget(self, link: _Link) -> None:
         self._links.pop(link.incarnation, None)
-        if link.peer is not None:
-            self._transport.forget(link.peer)  # also ends a verification's read
+        if link.peer is not None and link.transport is not None:
+            link.transport.forget(link.peer)  # also ends a verification's read
         for task in (link.connecting, link.warming, link.verifying):
             if task and not task.done():
                 task.cancel()

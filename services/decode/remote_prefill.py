@@ -27,10 +27,11 @@ import grpc
 
 from engine.core.sequence import Finish, Sequence
 from engine.engine_thread import SequenceStream
-from kvtransfer.receiver import Receiver, TransferStats
-from kvtransfer.types import DigestBlocks, Peer, Ticket
+from kvtransfer.receiver import Reads, Receiver, TransferStats
+from kvtransfer.types import DigestBlocks, Ticket
 from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
+from services.decode.kv_landing import KvLanding, Landed
 from services.decode.prefill_peers import PrefillPeer, PrefillPeers
 from services.decode.request_cleanup import RequestCleanup
 from services.proto_convert import adapter_to, ready_from
@@ -97,8 +98,9 @@ class RemotePrefill:
         reserved_at = monotonic()
         async with AsyncExitStack() as using:
             prefill = await self._connected(using, call.request.prefill)
-            asked = self._request(call.request, sequence, prefill.peer)
+            asked = self._request(call.request, sequence, prefill)
             stream = PrefillStream(self._worker, prefill, asked, sequence, self._digest_blocks, call)
+            held.callback(stream.give_back)
             result: PrefillResult | None = None
             with self._worker.metrics.transfer() as transfer:
                 try:
@@ -139,7 +141,8 @@ class RemotePrefill:
             beginning.close()
             raise
         now = monotonic()
-        return PrefillResult(None, watch, now, _report(stats, exposed=now - stream.first_at), beginning.close)
+        report = _report(stats, exposed=now - stream.first_at, converted=stream.converted)
+        return PrefillResult(None, watch, now, report, beginning.close)
 
     async def _connected(self, using: AsyncExitStack, where: common_pb2.WorkerRef) -> PrefillPeer:
         try:
@@ -147,17 +150,20 @@ class RemotePrefill:
         except TandemError as error:
             raise from_below(error, where.worker_id) from error
 
-    def _request(self, request: decode_pb2.DecodeRequest, sequence: Sequence, peer: Peer) -> prefill_pb2.PrefillRequest:
+    def _request(
+        self, request: decode_pb2.DecodeRequest, sequence: Sequence, prefill: PrefillPeer
+    ) -> prefill_pb2.PrefillRequest:
+        """In the source's own blocks."""
         return prefill_pb2.PrefillRequest(
             request_id=f"{request.request_id}/{request.attempt}",
             token_ids=request.token_ids,
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
-            skip_blocks=_first_missing(self._worker, sequence),
-            layout_hash=self._worker.layout_hash,
+            skip_blocks=_first_missing(self._worker, sequence, prefill.landing),
+            layout_hash=prefill.peer.layout_hash,
             incarnation=request.prefill.incarnation,
-            source_progress=not self._worker.transport.one_sided(peer),
+            source_progress=not prefill.transport.one_sided(prefill.peer),
             stop_token_ids=request.stop_token_ids,
             adapter=adapter_to(request.adapter.name, sequence.adapter),
         )
@@ -186,6 +192,12 @@ class PrefillStream:
         self._first: prefill_pb2.FirstToken | None = None
         self._last = False  # all blocks are announced
         self._watching: asyncio.Task[None] | None = None
+        self._landed: Landed | None = None  # of a source whose blocks are converted
+
+    @property
+    def converted(self) -> str:
+        """What was done to its blocks; empty where they are the same here."""
+        return self._landed.landing.names if self._landed else ""
 
     async def first_token(self) -> prefill_pb2.FirstToken:
         """Opens the stream, and reads it up to the first token."""
@@ -237,21 +249,43 @@ class PrefillStream:
         the copy of its recurrent states."""
         sequence, pool = self._sequence, self._worker.engine.pool
         _check_adapter(opened, sequence)
+        if (landing := self._prefill.landing) is not None:
+            tokens = range(sequence.cached, len(sequence.tokens))
+            sequence.rounded = not landing.keeps_bits
+            self._landed = landed = Landed(landing, list(pool.table(sequence.id)), tokens, {})
+            self._receive(opened, landed, landed.expected(sequence), landed.digest_blocks)
+            return
         states = self._worker.engine.state_blocks
         contexts, table = sequence.contexts(pool.block_size, states), pool.table(sequence.id)
         places = table[: len(contexts) - states] + table[len(table) - states :]
-        missing = range(_first_missing(self._worker, sequence), len(contexts))
+        missing = range(_first_missing(self._worker, sequence, None), len(contexts))
+        expected = {index: (contexts[index], places[index]) for index in missing}
+        self._receive(opened, self._worker.transport, expected, self._digest_blocks)
+
+    def _receive(
+        self,
+        opened: prefill_pb2.Opened,
+        reads: Reads,
+        expected: dict[int, tuple[bytes, int]],
+        digest_blocks: DigestBlocks,
+    ) -> None:
+        """`expected`: by index in the sequence, the hash of a block and where it is read to."""
         self.receiver = Receiver(
-            self._worker.transport,
+            reads,
             self._prefill.peer,
             Ticket(opened.transfer_id, opened.generation, opened.incarnation),
-            {index: contexts[index] for index in missing},
-            {index: places[index] for index in missing},
-            self._digest_blocks,
+            {index: context for index, (context, _) in expected.items()},
+            {index: place for index, (_, place) in expected.items()},
+            digest_blocks,
             self._worker.settings.transfer_timeout_s,
         )
         self.opened_at = monotonic()
-        self._watching = once(self._cancel_when_failed(self.receiver), name=f"watch {sequence.id}")
+        self._watching = once(self._cancel_when_failed(self.receiver), name=f"watch {self._sequence.id}")
+
+    def give_back(self) -> None:
+        """Places of blocks that were read and not used; after the receiver has ended."""
+        if self._landed is not None:
+            self._landed.close()
 
     async def _cancel_when_failed(self, receiver: Receiver) -> None:
         await receiver.failed.wait()
@@ -333,14 +367,16 @@ def _first_token(
     return decode_pb2.DecodeResponse(tokens=tokens)
 
 
-def _first_missing(worker: Worker, sequence: Sequence) -> int:
-    """The first of a prompt's blocks that has to arrive: after those that are cached here. Those of a model without
-    attention hold nothing, so it is the first of the state's copy."""
+def _first_missing(worker: Worker, sequence: Sequence, landing: KvLanding | None) -> int:
+    """The first of a prompt's blocks, as the source has them, that has to arrive: after those cached here. Those
+    of a model without attention hold nothing, so it is the first of the state's copy."""
+    if landing is not None:
+        return sequence.cached // landing.layout.block_size
     pool = worker.engine.pool
     return sequence.cached // pool.block_size if worker.layout.calls else pool.blocks_for(len(sequence.tokens))
 
 
-def _report(stats: TransferStats, exposed: float) -> common_pb2.TransferReport:
+def _report(stats: TransferStats, exposed: float, converted: str) -> common_pb2.TransferReport:
     return common_pb2.TransferReport(
         transport=stats.transport,
         bytes=stats.bytes,
@@ -348,6 +384,7 @@ def _report(stats: TransferStats, exposed: float) -> common_pb2.TransferReport:
         seconds=stats.seconds,
         exposed_seconds=max(0.0, exposed),
         why=stats.why,
+        converted=converted,
     )
 
 

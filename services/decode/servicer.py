@@ -9,7 +9,7 @@ Every event of a request goes through `DecodeCall.emit`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 from time import monotonic
@@ -25,6 +25,7 @@ from kvtransfer.types import DigestBlocks, digests
 from services.cluster_credentials import to_workers
 from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
+from services.decode.kv_landing import MOST, KvLandings
 from services.decode.link_probes import Probes
 from services.decode.prefill_peers import PrefillPeers
 from services.decode.remote_prefill import PrefillResult, RemotePrefill
@@ -32,6 +33,7 @@ from services.decode.request_cleanup import RequestCleanup
 from services.decode.stream_mux import StreamMuxes
 from services.grpc_server import Channels
 from services.proto_convert import FINISH, logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
+from services.watchdog import Check
 from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import IncompatibleLayout, NotFound, PreconditionFailed, Unavailable
@@ -180,7 +182,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
         here, there = worker.adapters.fingerprints(), await source.adapters()
-        link, device = worker.transport.link(source.peer), worker.transport.device(source.peer)
+        link, device = source.transport.link(source.peer), source.transport.device(source.peer)
         return decode_pb2.ProbePairResponse(
             compatible=True,
             differences=[
@@ -192,7 +194,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             bytes_per_second=speed,
             device=device,
             slow=why_slow(link, device),
-            why=worker.transport.why(source.peer),
+            why=source.transport.why(source.peer),
+            converted=source.landing.names if source.landing else "",
         )
 
 
@@ -265,19 +268,31 @@ async def start(
 class DecodeWorker(Worker):
     """A Worker that follows the prefill pool and connects to each of its workers before a request needs it."""
 
+    _landings: KvLandings | None = None
+
     async def start(self, services: list[str]) -> None:
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = WorkerLiveness(self.registry, self.settings.heartbeat_s * 2)
-        probes = Probes(self)
-        peers = self._peers = PrefillPeers(self.transport, self.layout, self._channels, probes.verify, probes.compare)
+        self._landings = landings = KvLandings(self)
+        probes = Probes(self, landings)
+        peers = self._peers = PrefillPeers(self.transport, landings, self._channels, probes.verify, probes.compare)
         servicer = DecodeServicer(self, peers, probes, digests(block_reader(self.engine.pages)))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
         await self._view.start()
         await super().start(services)
         self._following = forever(lambda: peers.follow(self._view), name="follow-prefill-pool")
 
+    def _checks(self) -> list[Check]:
+        def of(number: int) -> Callable[[], tuple[Hashable, float] | None]:
+            return lambda: self._landings.under_way(number) if self._landings else None
+
+        more = [Check("the KV transport of converted blocks", "TRANSPORT_STUCK", of(number)) for number in range(MOST)]
+        return [*super()._checks(), *more]
+
     async def close(self) -> None:
         await end(self._following)
         await self._peers.close()
+        if self._landings:
+            await self._landings.close()
         await self._view.stop()
         await self._channels.close()

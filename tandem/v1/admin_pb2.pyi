@@ -77,7 +77,7 @@ class ListReceiptsResponse(_message.Message):
     def __init__(self, receipts: _Optional[_Iterable[_Union[_generation_pb2.Receipt, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address", "model", "node", "device")
+    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address", "model", "node", "device", "tp")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Worker(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -118,7 +119,8 @@ class Worker(_message.Message):
     model: str
     node: str
     device: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., node: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    tp: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., tp: _Optional[int] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -252,7 +254,7 @@ class DiagnoseResponse(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry_reachable: _Optional[bool] = ..., registry_round_trip_seconds: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Pair(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error", "device", "slow", "why")
+    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error", "device", "slow", "why", "prefill_tp", "decode_tp", "converted")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +265,9 @@ class Pair(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TP_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TP_FIELD_NUMBER: _ClassVar[int]
+    CONVERTED_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     compatible: bool
@@ -273,4 +278,7 @@ class Pair(_message.Message):
     device: str
     slow: str
     why: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    prefill_tp: int
+    decode_tp: int
+    converted: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ..., prefill_tp: _Optional[int] = ..., decode_tp: _Optional[int] = ..., converted: _Optional[str] = ...) -> None: ...

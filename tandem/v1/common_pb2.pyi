@@ -86,20 +86,22 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("transport", "bytes", "blocks", "seconds", "exposed_seconds", "why")
+    __slots__ = ("transport", "bytes", "blocks", "seconds", "exposed_seconds", "why", "converted")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    CONVERTED_FIELD_NUMBER: _ClassVar[int]
     transport: str
     bytes: int
     blocks: int
     seconds: float
     exposed_seconds: float
     why: str
-    def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., why: _Optional[str] = ...) -> None: ...
+    converted: str
+    def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., why: _Optional[str] = ..., converted: _Optional[str] = ...) -> None: ...
 
 class PrefillTiming(_message.Message):
     __slots__ = ("queue_seconds", "compute_seconds", "cached_tokens", "computed_tokens")

@@ -127,7 +127,7 @@ class ProbePairRequest(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
 
 class ProbePairResponse(_message.Message):
-    __slots__ = ("compatible", "differences", "transport", "bytes_per_second", "device", "slow", "why")
+    __slots__ = ("compatible", "differences", "transport", "bytes_per_second", "device", "slow", "why", "converted")
     COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class ProbePairResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    CONVERTED_FIELD_NUMBER: _ClassVar[int]
     compatible: bool
     differences: _containers.RepeatedScalarFieldContainer[str]
     transport: str
@@ -142,4 +143,5 @@ class ProbePairResponse(_message.Message):
     device: str
     slow: str
     why: str
-    def __init__(self, compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    converted: str
+    def __init__(self, compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ..., converted: _Optional[str] = ...) -> None: ...

@@ -324,6 +324,20 @@ async def test_workers_table(fake: Any) -> None:
     assert "wanted: prefill=1 decode=1" in result.out
 
 
+async def test_ranks_are_shown(fake: Any) -> None:
+    """The number of a worker's ranks, where it has several, in the list and in the doctor's matrix."""
+    fake.workers[1].tp = 2
+    fake.diagnosis.pairs[0].prefill_tp, fake.diagnosis.pairs[0].decode_tp = 1, 2
+    fake.diagnosis.pairs[0].converted = "blocks of 8 to 16 tokens"
+    listed = (await run("workers", "--target", fake.target)).out.splitlines()
+    assert "cuda:1, 2 ranks" in next(line for line in listed if "decode-0" in line)
+    assert "ranks" not in next(line for line in listed if "prefill-0" in line)
+    said = (await run("doctor", "--target", fake.target)).out
+    assert "decode-0 (2 ranks)" in said
+    assert "prefill-0 to decode-0 converts blocks of 8 to 16 tokens" in said
+    assert "prefill-0 (" not in said
+
+
 async def test_autoscale(fake: Any) -> None:
     """Whether anything is done, how old it is, and for each pool the step and its reasons."""
     result = await run("autoscale", "--target", fake.target)

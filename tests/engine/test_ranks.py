@@ -8,9 +8,10 @@ import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +23,18 @@ from engine import kernels
 from engine.attention.forward_context import Batch
 from engine.builder import build_engine
 from engine.engine import Engine
-from engine.loading import cut_check
+from engine.kernels import modules, weight_quantization
+from engine.kv.kv_cache import KvCache
+from engine.loading import checkpoint, cut_check, model_loader, part_loader
 from engine.loading.self_check import pack
-from engine.parallel import leader, rank_messages, weight_cut
+from engine.parallel import leader, rank_memory, rank_messages, weight_cut
 from engine.parallel.rank_group import RankGroup, group_memory
 from engine.parallel.tp_plan import check_plan, check_settings
+from engine.parallel.weight_cut import Part
+from engine.runner import captured_steps
 from loadtest.harness.random_checkpoints import make_checkpoint
 from planner.capacity import read_shape
-from planner.ranks import of_ranks
+from planner.ranks import fits, of_one_rank, of_ranks
 from tandem.errors import CheckpointRefused, SettingsError, TandemError, Unavailable
 from tandem.settings import Settings
 from tests.support.rank_copies import rank_copies
@@ -66,11 +71,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_of(folder: Path, ranks: int, **settings: Any) -> Iterator[tuple[Engine, list[Any]]]:
+def engine_of(
+    folder: Path, ranks: int, say: Any = lambda line: None, copies: Any = rank_copies, **settings: Any
+) -> Iterator[tuple[Engine, list[Any]]]:
     """An engine, and the processes of its other ranks."""
     given: dict[str, Any] = {"kv_blocks": 64, "block_size": BLOCK, "threads": 1, "weight_cache": "off", **settings}
-    with rank_copies() as processes:
-        engine = build_engine(Settings(model=str(folder), device="cpu", **given), lambda line: None, ranks=ranks)
+    with copies() as processes:
+        engine = build_engine(Settings(model=str(folder), device="cpu", **given), say, ranks=ranks)
         try:
             yield engine, processes
         finally:
@@ -126,30 +133,77 @@ def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path)
     with engine_of(tmp_path, ranks) as (engine, _):
         assert greedy(engine) == expected
         assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
+        kept = sum(view[0].nbytes for view in (*engine.pages.k, *engine.pages.v))
+        assert of_one_rank(planned).block_bytes(BLOCK, "float32") == kept
         assert engine.model.recorded is not None or engine.model.latent
         assert engine.model.sum_order.endswith(f"x{ranks}")
-        assert engine.decode is None
+        assert (engine.decode is None) == (engine.model.latent or cut == "qwen3-moe")  # as with one rank
 
 
+def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes rank 1's columns of one product."""
+    even = weight_cut._even
+
+    def wrong(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
+        part = even(shape, dim, group, name)
+        if name != "model.layers.1.self_attn.o_proj":
+            return part
+        return Part(dim, ((shape[dim] // 2, shape[dim] // 2),))
+
+    monkeypatch.setattr(weight_cut, "_even", wrong)
+
+
+def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 reads the experts' up where gate belongs, and the reverse."""
+    part = part_loader._Made.part
+
+    def wrong(self: Any, own: Part) -> torch.Tensor:
+        return torch.cat(part(self, own).chunk(2, 1)[::-1], 1) if len(self.stacks) == 2 else part(self, own)
+
+    monkeypatch.setattr(part_loader._Made, "part", wrong)
+
+
+@pytest.mark.parametrize(("shape", "fault"), [("tiny-llama", other_columns), ("tiny-qwen3-moe", other_order)])
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_wrong_cut_is_refused_at_load(tiny: Path, checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes other columns of one product. In the control, without the check of the cut, it serves other tokens:
-    self-checks see the path and not the cut."""
-    part = weight_cut._part
-
-    def wrong(weight: torch.Tensor, dim: int, group: RankGroup, name: str) -> torch.Tensor:
-        if name == "model.layers.1.self_attn.o_proj":
-            weight = weight.flip(dim)
-        return part(weight, dim, group, name)
-
-    monkeypatch.setattr(weight_cut, "_part", wrong)
+def test_a_wrong_part_is_refused_at_load(
+    shape: str, fault: Any, checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights than the plan says, or others than transformers would make of the files. In the control, without
+    the check of the cut, they are served and give other tokens: self-checks see the path and not the cut."""
+    make_checkpoint(tmp_path, shape, dtype="float32")
+    fault(monkeypatch)
     if checked:
-        with pytest.raises(CheckpointRefused, match="differs from the whole model"), engine_of(tiny, 2):
+        with pytest.raises(CheckpointRefused, match="differs from the whole model"), engine_of(tmp_path, 2):
             pass
         return
     monkeypatch.setattr(cut_check, "_gap", lambda *_: 0.0)
-    with engine_of(tiny, 2) as (engine, _):
-        assert greedy(engine) != by_transformers(tiny)
+    with engine_of(tmp_path, 2) as (engine, _):
+        assert greedy(engine) != by_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_quantised_kv_has_the_elements_and_scales_of_one_rank(tiny: Path, ranks: int) -> None:
+    """At their places in the block, up to the rounding of what was quantised; heads that two ranks have, too."""
+    step = pack([(PROMPTS[3], 0, table(2))])
+    with engine_of(tiny, 1, kv_dtype="int8") as (one, _):
+        one.model.forward(one.pages, step)
+        layout, whole = one.pages.layout, one.pages.all_heads()
+        expected = [stored_kv_of(whole, call) for call in range(len(layout.calls))]
+        assert min(each.abs().max() for each in expected) > 0.1
+    with engine_of(tiny, ranks, kv_dtype="int8") as (engine, _):
+        assert engine.decode is not None
+        engine.model.forward(engine.pages, step)
+        assert engine.pages.layout == layout
+        whole = engine.pages.all_heads()
+        for call, kv in enumerate(expected):
+            assert torch.allclose(stored_kv_of(whole, call), kv, atol=0.02 * kv.abs().max().item())
+
+
+def stored_kv_of(pages: KvCache, call: int) -> torch.Tensor:
+    """K and V of the prompt in `table(2)`, as floats."""
+    parts = ((pages.k, pages.k_scales), (pages.v, pages.v_scales))
+    each = [view[call][table(2)].float() * scales[call][table(2)].float().unsqueeze(-1) for view, scales in parts]  # type: ignore[index]
+    return torch.stack(each)
 
 
 def test_the_cut_is_checked_in_bfloat16(tmp_path: Path) -> None:
@@ -178,6 +232,114 @@ def test_a_tokens_bits_and_a_block_do_not_depend_on_company_nor_on_ranks(tiny: P
     assert engine.pages.layout == layout
     assert torch.allclose(ours, kv, atol=1e-4)
     assert kv.abs().max() > 0.1
+
+
+def test_captured_steps_have_the_bits_of_others(tiny: Path) -> None:
+    """Logits and KV of single tokens, in every bucket, full and not, as the same ranks compute them uncaptured."""
+    with engine_of(tiny, 2, max_num_seqs=4) as (engine, _):
+        assert engine.decode is not None
+        assert engine.decode.sizes == (1, 2, 4)
+        engine.model.forward(engine.pages, pack([(each, 0, table(at)) for at, each in enumerate(PROMPTS)]))
+        for count in (1, 2, 3, 4):
+            step = pack([([*PROMPTS[at], 7], len(PROMPTS[at]), table(at)) for at in range(count)])
+            expected = engine.model.forward(engine.pages, step)
+            kept = engine.pages.buffer[:-1].clone()
+            got = engine.decode.logits(step)
+            assert got is not None
+            assert torch.equal(got, expected)
+            assert torch.equal(engine.pages.buffer[:-1], kept)
+            assert kept[table(0)].any()
+
+
+def test_a_capture_that_differs_on_one_rank_serves_on_none(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks go on uncaptured, in step with each other."""
+    right = captured_steps.operators
+
+    def wrong(call: Any) -> Any:
+        replay = right(call)
+        return lambda: replay() + 1
+
+    monkeypatch.setattr(captured_steps, "operators", wrong)
+    with engine_of(tiny, 2) as (engine, _):
+        assert engine.decode is None
+        assert greedy(engine) == by_transformers(tiny)
+
+
+def test_the_planner_says_which_numbers_of_ranks_fit(tmp_path: Path) -> None:
+    """A device that one rank would overfill holds a part of the weights and KV of its heads; what cannot be cut says
+    why not."""
+    make_checkpoint(tmp_path, "tiny-llama", dtype="float32")
+    shape = read_shape(tmp_path)
+    memory = int(0.9 * shape.weight_bytes("float32"))
+    answers = fits(shape, tmp_path, memory, utilization=0.5, dtype="float32", block_size=BLOCK, kv_dtype="auto")
+    one, two, four, eight, _ = answers
+    assert [fit.ranks for fit in answers] == [1, 2, 4, 8, 16]
+    assert "the weights take" in one.why_not
+    assert (two.why_not, four.why_not) == ("", "")
+    assert 0 < four.weights < two.weights < memory
+    each = of_one_rank(of_ranks(shape, tmp_path, 2)).block_bytes(BLOCK, "float32")
+    assert two.kv == (memory - two.weights) // 2
+    assert (two.blocks, two.tokens) == (two.kv // each, BLOCK * (two.kv // each))
+    assert "4 attention heads cannot be shared by 8 ranks" in eight.why_not
+
+
+# ---- memory
+
+CONSTANT = 80 << 20  # bytes: a layer and the table of the whole model in turn, what a step needs, pieces of libraries
+LARGE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "initializer_range": 0.02,
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of some 200 MB."""
+    return make_checkpoint(tmp_path_factory.mktemp("large"), "tiny-qwen3", dtype="float32", **LARGE)
+
+
+def allowed(folder: Path, copies: int = 1) -> int:
+    """Bytes of a rank of two: a tenth more than its share of the files, and what does not grow with the model."""
+    return int(1.1 * copies * (folder / "model.safetensors").stat().st_size / 2) + CONSTANT
+
+
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_loading_takes_the_memory_of_a_part(large: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its peak too, on the rank that computes what the whole model says. In the control, where the files are read as
+    transformers reads them, the whole is in memory."""
+    if not by_parts:
+        monkeypatch.setattr(part_loader.WeightFiles, "strange", "a parameter")
+    group: Any = SimpleNamespace(rank=0, size=2, in_turn=nullcontext)
+    config = model_loader.read_config(large)
+    model_loader._return_memory()
+    with rank_memory.Loading() as loading:
+        module, _, expected = model_loader._load_part(
+            large, checkpoint.check_folder(large), config, torch.float32, group, lambda line: None
+        )
+    memory = loading.memory()
+    assert expected is not None
+    assert sum(each.nbytes for each in module.parameters()) < 0.52 * (large / "model.safetensors").stat().st_size
+    assert (memory.peak - memory.before <= allowed(large)) == by_parts
+
+
+def test_each_rank_of_a_worker_holds_its_part(large: Path) -> None:
+    """Once, when it has loaded; on the way, the self-check has packed weights and those that they were made of. By a
+    process of its own, as in a worker: a copy of this one has this one's heap."""
+    lines: list[str] = []
+    with engine_of(large, 2, say=lines.append, copies=nullcontext) as (engine, _):
+        assert engine.model.ranks is not None
+        (other,) = engine.model.ranks.memory
+        assert other.after - other.before <= allowed(large)
+        assert other.peak - other.before <= allowed(large, copies=2)
+        own = [each for each in engine.model.module.parameters() if not weight_quantization.is_nothing(each)]
+        kept = sum(each.nbytes for each in [*own, *modules.panels(engine.model.module)])
+        assert kept <= allowed(large) - CONSTANT
+        assert engine.model.weight_bytes == pytest.approx((large / "model.safetensors").stat().st_size, rel=0.01)
+    assert any("MiB of each rank beyond" in line for line in lines)
 
 
 # ---- the group
@@ -236,7 +398,8 @@ def test_a_step_is_the_same_after_its_way() -> None:
             done, new = rng.randint(0, 40), rng.randint(1, 9)
             blocks = [rng.randrange(1 << 40) for _ in range(-(-(done + new) // BLOCK) + rng.randint(0, 2))]
             batch.add([rng.randrange(1 << 20) for _ in range(new)], done, blocks, range(rng.randint(0, new)))
-        assert rank_messages.from_step(rank_messages.of_step(7, batch)) == (7, batch)
+        captured = rng.random() < 0.5
+        assert rank_messages.from_step(rank_messages.of_step(7, batch, captured)) == (7, batch, captured)
 
 
 # ---- their end
@@ -336,7 +499,6 @@ def test_a_model_without_a_plan_starts_no_process(tmp_path: Path, monkeypatch: p
     ("changes", "why"),
     [
         ({"weights": "int8"}, "weights is int8"),
-        ({"kv_dtype": "int8"}, "kv_dtype is int8"),
         ({"adapters": {"a": "b"}}, "adapters is"),
         ({"adapter_root": Path("/")}, "adapter_root is /"),
         ({"speculation": "draft", "draft_model": "d"}, "draft_model is d"),

@@ -341,10 +341,11 @@ async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: 
 
 
 async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any, tiny: Path) -> None:
-    """A prefill worker with another block size is not used; the request runs locally and the receipt says why."""
+    """A prefill worker whose KV means something else is not used; the request runs locally and the receipt says why.
+    (Other blocks of the same KV are converted: test_other_layouts.py.)"""
     harms: dict[str, Harm] = {}
     async with inside(prefill=0, wrap=harming(harms)) as cluster:
-        cluster.settings = cluster.settings.model_copy(update={"block_size": 16})
+        cluster.settings = cluster.settings.model_copy(update={"dtype": "bfloat16"})
         await cluster.start_worker("prefill-0")
         await cluster.seen(2)
         done = await cluster.client.generate(oracle.prompts(tiny, [50])[0], max_tokens=2, ignore_eos=True)
@@ -353,7 +354,7 @@ async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any
         assert harms["decode-0"].reads == 0
         report = await cluster.client.diagnose()
         assert not report.pairs[0].compatible
-        assert any("block_size" in sentence for sentence in report.pairs[0].differences)
+        assert any("model_dtype" in sentence for sentence in report.pairs[0].differences)
 
 
 async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> None:

@@ -40,7 +40,8 @@ def copies() -> Iterator[list[Any]]:
 async def test_pools_of_any_two_sizes_give_the_tokens_of_transformers(
     inside: Any, tiny: Path, prefill: int, decode: int, transport: str
 ) -> None:
-    """Many requests at once, over NIXL too; four ranks share two KV heads. The pair is one like any other."""
+    """Many requests at once, over NIXL too; four ranks share two KV heads. The pair is one like any other, and records,
+    receipts and the doctor have both sizes."""
     prompts = oracle.prompts(tiny, LENGTHS)
     sizes = {"prefill_tp": prefill, "decode_tp": decode, "transport": transport, "speculation": "ngram"}
     async with inside(**sizes) as cluster:
@@ -52,7 +53,11 @@ async def test_pools_of_any_two_sizes_give_the_tokens_of_transformers(
             assert answer.token_ids == oracle.greedy(tiny, prompt, NEW)
             assert answer.receipt.path == "disaggregated"
             assert answer.receipt.attempts == 1
-        assert all(pair.compatible for pair in (await client.diagnose()).pairs)
+            assert (answer.receipt.prefill_tp, answer.receipt.decode_tp) == (prefill, decode)
+        (pair,) = (await client.diagnose()).pairs
+        assert (pair.compatible, pair.prefill_tp, pair.decode_tp) == (True, prefill, decode)
+        sizes_of = {worker.role: worker.tp for worker in await client.workers()}
+        assert (sizes_of["prefill"], sizes_of["decode"]) == (prefill, decode)
         assert await cluster.ledgers_balance()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -355,6 +356,27 @@ async def test_a_bug_under_the_receiver_is_an_internal_error(here, there, faulty
         await receiver.add([ready(0)])
         with pytest.raises(InternalError):
             await receiver.finish()
+
+
+async def test_abort_waits_for_digests_that_are_being_made(here, there):
+    """Whoever makes them may also write the blocks: abort does not return in the middle of it."""
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(blocks):
+        begun.set()
+        assert go.wait(10)
+        ended.set()
+        return [b""] * len(blocks)
+
+    receiver = receiver_of(there, here.peer, digest_blocks=slowly)
+    await receiver.add([ready(0)])
+    assert await asyncio.to_thread(begun.wait, 10)
+    aborted = asyncio.create_task(receiver.abort())
+    done, _ = await asyncio.wait([aborted], timeout=0.1)
+    assert not done
+    go.set()
+    await asyncio.wait_for(aborted, 5)
+    assert ended.is_set()
 
 
 async def test_abort_leaves_the_local_blocks_alone_afterwards(here, there, faulty):

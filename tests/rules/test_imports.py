@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "services.worker",
             "services.proto_convert",
             "services.kv_links",
+            "services.watchdog",
         ),
         "services.cluster_credentials",
         *("engine", "kvtransfer", "cluster.state.registry", "tandem"),

@@ -37,6 +37,8 @@ AWAITED = {
     ("kvtransfer/backends/nccl/transport.py", "_talk"),  # itself
     ("kvtransfer/backends/nccl/transport.py", "answer"),  # itself: every end is an event that it waits for
     ("kvtransfer/receiver.py", "add"),  # `finish` and `abort`
+    ("kvtransfer/receiver.py", "_verified"),  # itself
+    ("services/decode/kv_landing.py", "of"),  # itself, or the next caller
 }
 CREATE = {"create_task", "ensure_future"}
 

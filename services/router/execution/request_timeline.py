@@ -178,6 +178,8 @@ class RequestTimeline:
             path=last.path if last else self._first.path,
             prefill_worker=placement.prefill.worker_id if placement.prefill else "",
             decode_worker=placement.decode.worker_id,
+            prefill_tp=placement.prefill.tp if placement.prefill else 0,
+            decode_tp=placement.decode.tp,
             cached_tokens=min(self._first.prefill.cached_tokens, request.prompt_len),
             ttft_seconds=self._ttft,
             phases=[_phase(name, seconds) for name, seconds in self._phases()],

@@ -260,7 +260,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
 
     async def _probe(self, decode: WorkerRecord, prefill: WorkerRecord) -> admin_pb2.Pair:
-        pair = admin_pb2.Pair(prefill_worker=prefill.worker_id, decode_worker=decode.worker_id)
+        pair = admin_pb2.Pair(
+            prefill_worker=prefill.worker_id,
+            decode_worker=decode.worker_id,
+            prefill_tp=prefill.tp,
+            decode_tp=decode.tp,
+        )
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(decode.address))
         where = common_pb2.WorkerRef(
             worker_id=prefill.worker_id, incarnation=prefill.incarnation, address=prefill.address
@@ -278,6 +283,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         pair.transport = probe.transport
         pair.bytes_per_second = probe.bytes_per_second
         pair.device, pair.slow, pair.why = probe.device, probe.slow, probe.why
+        pair.converted = probe.converted
         return pair
 
 

@@ -20,7 +20,7 @@ class WorkerSnapshot:
     worker_id: str
     incarnation: str
     address: str
-    layout_hash: str
+    layout_hash: str  # of what its KV means: it reads from workers with an equal one, in whatever blocks they keep it
     running: int  # requests in progress, this router's included
     max_running: int
     free_blocks: int  # blocks that can be allocated, without those of this router's newest requests
@@ -34,6 +34,7 @@ class WorkerSnapshot:
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected to be dead, did not reject a request just now
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
+    tp: int = 1  # ranks that it consists of
     state_blocks: int = 0  # that each transfer takes beside those of KV, for recurrent states
     cached: int = 0  # leading tokens of the prompt in question that it need not compute
 

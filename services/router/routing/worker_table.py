@@ -48,6 +48,7 @@ class WorkerTable:
         self._records: dict[str, WorkerRecord] = {}  # those that the pools know
         self._local: dict[str, _LocalChanges] = {}
         self._absent: dict[str, float] = {}  # since when an account has no record
+        self._meanings: dict[str, str] = {}  # what KV of a layout means, by the layout's hash: of records that say it
         self._changed: set[str] = set()  # ids whose account has changed since their candidate was made
         self._resting: list[tuple[float, str]] = []  # a heap: until when a worker is left alone
         self._placements = 0
@@ -126,6 +127,11 @@ class WorkerTable:
             self._drop(before)
         self._records[record.worker_id] = record
         self._absent.pop(record.worker_id, None)
+        if record.kv_meaning and record.layout_hash not in self._meanings:
+            self._meanings[record.layout_hash] = record.kv_meaning
+            for other in self._records.values():  # of an older version, which does not say it
+                if other.layout_hash == record.layout_hash and not other.kv_meaning:
+                    self._changed.add(other.worker_id)
         self._put(record)
 
     def _drop(self, record: WorkerRecord) -> None:
@@ -146,7 +152,7 @@ class WorkerTable:
             record.worker_id,
             record.incarnation,
             record.address,
-            record.layout_hash,
+            record.kv_meaning or self._meanings.get(record.layout_hash, record.layout_hash),
             running if running > 0 else 0,
             record.max_running,
             record.blocks_total - (held if held > 0 else 0),
@@ -160,6 +166,7 @@ class WorkerTable:
             local.last_used,
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
+            record.tp,
             record.state_blocks,
         )
 

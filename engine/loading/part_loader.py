@@ -1,0 +1,255 @@
+"""Loads one rank's part of a model, and reads no more of the files than that.
+
+    shapes (meta) ─▶ engine.parallel.weight_cut.cut ─▶ a model of this rank's shapes ─▶ transformers fills it, from
+    files ─────────▶ WeightFiles.read(name, part) ──────────────────────────────────────┘ parts that are read here
+
+transformers says which tensors of the files make up a parameter. Three ways are understood: one tensor; the experts of
+a layer, which become one parameter; and two such stacks side by side. A model with any other conversion is loaded whole
+on each rank in turn, and cut then (`load_model` says so).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from engine.parallel.weight_cut import Cut, Part
+
+STACKED = 0  # the dimension of a parameter along which experts follow each other
+BESIDE = 1  # along which two stacks of them do
+
+
+class _Tensor(NamedTuple):
+    """Of a file."""
+
+    file: Any  # an open safetensors file, which reads what is asked of it and maps nothing
+    key: str
+
+
+class WeightFiles:
+    """The parameters of a model in a checkpoint's files, each read alone, whole or in part. Thread-safe."""
+
+    def __init__(self, files: list[Path], shapes: PreTrainedModel) -> None:
+        """`shapes` is the model without weights."""
+        self.others: list[str] = []  # tensors of no parameter
+        self._shapes = shapes
+        self._single: dict[str, _Tensor] = {}  # parameters that are one tensor as it is
+        self._made: dict[str, _Made] = {}  # of several
+        mapping = get_model_conversion_mapping(shapes)
+        converter_of = {
+            pattern: each for each in mapping if isinstance(each, WeightConverter) for pattern in each.source_patterns
+        }
+        names = shapes.state_dict()
+        found: dict[str, dict[str, list[_Tensor]]] = defaultdict(lambda: defaultdict(list))
+        for tensor in _tensors(files):
+            name, pattern = _parameter_of(tensor.key, shapes, mapping, names)
+            if name not in names:
+                self.others.append(tensor.key)
+            elif pattern is None:
+                self._single[name] = tensor
+            else:
+                found[name][pattern].append(tensor)
+        for name, stacks in found.items():
+            made = _Made(converter_of[next(iter(stacks))], stacks)
+            self._made[name] = made
+
+    @property
+    def strange(self) -> str | None:
+        """A parameter that is made in a way that is not understood; its parts cannot be read."""
+        return next((name for name, made in self._made.items() if name in self._single or not made.understood()), None)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._single, *self._made]
+
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+        """A parameter in the files' dtype: as transformers makes it, or a part of it."""
+        if name in self._single:
+            return _read(self._single[name], part)
+        made = self._made[name]
+        return made.whole(name, self._shapes) if part is None else made.part(part)
+
+
+class _Made(NamedTuple):
+    """A parameter `[experts, rows, ...]` that a converter makes of tensors `[rows, ...]`."""
+
+    converter: WeightConverter
+    stacks: dict[str, list[_Tensor]]  # by pattern of their names: the tensors of each expert
+
+    def understood(self) -> bool:
+        """Whether it stacks experts, of one kind or of several whose stacks it then puts side by side."""
+        converter = self.converter
+        merge, *more = converter.operations
+        if len(converter.target_patterns) != 1 or set(self.stacks) != set(converter.source_patterns):
+            return False
+        if not isinstance(merge, MergeModulelist) or merge.dim != STACKED:
+            return False
+        if len(converter.source_patterns) == 1:
+            return not more
+        return len(more) == 1 and isinstance(more[0], Concatenate) and more[0].dim == BESIDE
+
+    def whole(self, name: str, model: PreTrainedModel) -> torch.Tensor:
+        """By transformers."""
+        converter: Any = deepcopy(self.converter)  # it takes futures and, as it says, functions
+        for pattern, stack in self.stacks.items():
+            for tensor in stack:
+                converter.add_tensor(name, tensor.key, pattern, partial(_read, tensor, None))
+        (value,) = converter.convert(name, model=model, config=model.config).values()
+        made: torch.Tensor = value[0] if isinstance(value, list) else value
+        return made
+
+    def part(self, part: Part) -> torch.Tensor:
+        pieces, first = [], 0
+        for pattern in self.converter.source_patterns:
+            stack = self.stacks[pattern]
+            rows = stack[0].file.get_slice(stack[0].key).get_shape()[BESIDE - 1]
+            own = _of_stack(part, first, rows)
+            if own.stretches:
+                pieces.append(torch.stack([_read(tensor, own) for tensor in stack], STACKED))
+            first += rows
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, BESIDE)
+
+
+class Deferred:
+    """In the place of a tensor of a state dict: transformers reads it when it takes all of it."""
+
+    def __init__(self, files: WeightFiles, name: str, part: Part | None) -> None:
+        self._read = partial(files.read, name, part)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        assert index is ..., "transformers takes a tensor as it is"
+        return self._read()
+
+
+def load(shapes: PreTrainedModel, files: WeightFiles, cut: Cut, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """The model of one rank, not yet attached to the others, and what transformers reports of it."""
+    kind = type(shapes)
+
+    def of_this_rank(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, *arguments, **options)
+        cut.take(self)
+
+    made: Any = type(kind.__name__, (kind,), {"__init__": of_this_rank, "__module__": kind.__module__})
+    state: dict[str, Any] = {name: Deferred(files, name, cut.parts.get(name)) for name in files.names}
+    state |= dict.fromkeys(files.others, torch.empty(0))  # for the report
+    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    module, report = made.from_pretrained(None, config=shapes.config, state_dict=state, **options)
+    module.__class__ = kind
+    return module, report
+
+
+@contextmanager
+def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The whole model inside, with one layer in memory at a time: each is read when it is called. `loaded`, a part of
+    it, has dtypes and buffers."""
+    for name, buffer in loaded.named_buffers():
+        path, _, own = name.rpartition(".")
+        shapes.get_submodule(path)._buffers[own] = buffer
+    ties: dict[str, str] = getattr(shapes, "all_tied_weights_keys", None) or {}
+    known = set(files.names)
+    handles = []
+    for prefix, unit in _units(shapes):
+        places = [
+            (module, own, ".".join(filter(None, (prefix, path, own))))
+            for path, module in unit.named_modules()
+            for own, _ in module.named_parameters(recurse=False)
+        ]
+        if not places:
+            continue
+
+        def fill(*_: Any, places: Any = places) -> None:
+            for module, own, name in places:
+                source = name if name in known else ties[name]
+                dtype = loaded.get_parameter(name).dtype
+                module._parameters[own] = nn.Parameter(files.read(source).to(dtype), requires_grad=False)
+
+        def empty(*_: Any, places: Any = places) -> None:
+            for module, own, _name in places:
+                module._parameters[own] = nn.Parameter(module._parameters[own].to("meta"), requires_grad=False)
+
+        handles += [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
+    try:
+        yield shapes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parameter_of(
+    key: str, shapes: PreTrainedModel, mapping: list[Any], names: dict[str, torch.Tensor]
+) -> tuple[str, str | None]:
+    """The parameter that a tensor of the files belongs to, and the pattern of its conversion; None if it is just it."""
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    name, pattern = rename_source_key(key, renamings, converters, shapes.base_model_prefix, names)
+    if name not in names and key in names:
+        return rename_source_key(key, [], [], shapes.base_model_prefix, names)
+    return name, pattern
+
+
+def _tensors(files: list[Path]) -> list[_Tensor]:
+    """Of all files, in the order in which transformers takes them."""
+    tensors = []
+    for path in files:
+        file: Any = safe_open(path, framework="pt", backend="pread")
+        tensors += [_Tensor(file, key) for key in file.keys()]  # noqa: SIM118 - not a dict
+    return sorted(tensors, key=lambda tensor: dot_natural_key(tensor.key))
+
+
+def _read(tensor: _Tensor, part: Part | None) -> torch.Tensor:
+    view = tensor.file.get_slice(tensor.key)
+    if part is None:
+        whole: torch.Tensor = view[...]
+        return whole
+    before = (slice(None),) * part.dim
+    pieces = [view[(*before, slice(start, start + length))] for start, length in part.stretches]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
+
+
+def _of_stack(part: Part, first: int, rows: int) -> Part:
+    """Of each tensor `[rows, ...]` of a stack whose rows begin at `first` of the parameter `[experts, rows, ...]`."""
+    assert part.dim > STACKED, "experts are cut, not shared out"
+    if part.dim > BESIDE:
+        return Part(part.dim - 1, part.stretches)
+    ends = [(max(start, first), min(start + length, first + rows)) for start, length in part.stretches]
+    return Part(part.dim - 1, tuple((start - first, end - start) for start, end in ends if start < end))
+
+
+def _units(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Each decoder layer, and each module outside of these that has parameters of its own."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    inside = tuple(f"{name}." for name in lists)
+    layers = [
+        (f"{name}.{at}", layer)
+        for name in lists
+        if not name.startswith(inside)
+        for at, layer in enumerate(model.get_submodule(name).children())
+    ]
+    leaves = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and any(True for _ in module.parameters(recurse=False))
+    ]
+    return layers + leaves

@@ -1,0 +1,182 @@
+"""Where blocks of another layout arrive on this decode worker, and are converted.
+
+    source ──read──▶ staging (its layout) ──digest──▶ converted ──▶ blocks of the sequence (this worker's layout)
+
+A prefill worker whose layout means the same (engine/core/kv_conversion.py) is read as it is: it is asked in its own
+layout, for its own blocks, and need not know that another layout exists. The digest is that of the bytes that it sent.
+The staging has room for STAGED_BYTES; parts of transfers take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import abc
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import structlog
+
+from engine.core.kv_conversion import converters, keeps_bits
+from engine.core.kv_layout import KvLayout
+from engine.core.sequence import Sequence
+from engine.kv.kv_converter import KvConverter
+from engine.runner.block_reader import block_reader
+from kvtransfer.sender import PART_BYTES
+from kvtransfer.transport import Pair
+from kvtransfer.types import Peer, ReadStats, Region, digests
+from services.worker import Worker
+from tandem.errors import IncompatibleLayout, InternalError, TandemError, TransferFailed
+
+log = structlog.get_logger(__name__)
+
+STAGED_BYTES = 2 * PART_BYTES  # of one layout: two of the largest parts that a source announces at a time
+MOST = 2  # layouts other than the worker's own: those before and after an upgrade
+
+
+class KvLanding:
+    """The staging of one other layout. Made on any thread: it touches its memory, and starts a transport."""
+
+    def __init__(
+        self, worker: Worker, layout: KvLayout, names: abc.Sequence[str], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.layout, self.names = layout, ", ".join(names)
+        self.keeps_bits = keeps_bits(layout, worker.layout)
+        longest = -(-worker.engine.model.max_model_len // layout.block_size)
+        count = 2 * max(1, min(STAGED_BYTES // 2 // layout.block_bytes, longest))
+        self._converter = KvConverter(layout, count, worker.engine.pages)
+        staging = self._converter.staging
+        region = Region(staging.base_address, count, layout.block_bytes, keepalive=staging.buffer)
+        # Another agent than that of the worker's pages.
+        self.transport = worker.transport_over(region, f"{worker.incarnation}-{layout.hash()[:8]}", layout.hash())
+        self.transport.on_broken = worker.transport.on_broken
+        self.digest_blocks = digests(block_reader(staging))
+        self.convert = self._converter.convert
+        self.count = count
+        self._free = list(range(count))
+        self._turn, self._given = asyncio.Lock(), asyncio.Event()
+        self._loop = loop
+
+    async def take(self, count: int) -> list[int]:
+        """Places in the staging, in turn. The wait is bounded: who has places reads into them, without stalling."""
+        if count > self.count:
+            raise TransferFailed(f"a part of {count} blocks, where {self.count} can be converted at a time")
+        async with self._turn:
+            while len(self._free) < count:
+                self._given.clear()
+                await self._given.wait()
+            places, self._free = self._free[:count], self._free[count:]
+            return places
+
+    def give(self, places: abc.Sequence[int]) -> None:
+        """On the event loop."""
+        self._free += places
+        self._given.set()
+
+    def give_soon(self, places: abc.Sequence[int]) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self.give, places)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """One sequence that arrives in a landing: to a Receiver, its reads and its digests. Local blocks are indices in the
+    sequence."""
+
+    landing: KvLanding
+    table: abc.Sequence[int]  # this worker's blocks of the sequence
+    tokens: range  # that are written; those before are cached, in blocks of others too
+    places: dict[int, int]  # index in the sequence -> where it lies in the staging
+
+    def expected(self, sequence: Sequence) -> dict[int, tuple[bytes, int]]:
+        """The source's blocks that have `tokens`, by index: what the digest of each is bound to, and where it goes."""
+        size = self.landing.layout.block_size
+        contexts = sequence.contexts(size, 0)
+        return {index: (contexts[index], index) for index in range(self.tokens.start // size, len(contexts))}
+
+    async def read(
+        self,
+        peer: Peer,
+        pairs: abc.Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
+        """As Transport.read."""
+        places = await self.landing.take(len(pairs))
+        staged = [(remote, place) for (remote, _), place in zip(pairs, places, strict=True)]
+        try:
+            stats = await self.landing.transport.read(peer, staged, stall, failing)
+        except BaseException:
+            self.landing.give(places)
+            raise
+        self.places.update({index: place for (_, index), place in zip(pairs, places, strict=True)})
+        return stats
+
+    def link(self, peer: Peer) -> str:
+        return self.landing.transport.link(peer)
+
+    def why(self, peer: Peer) -> str:
+        return self.landing.transport.why(peer)
+
+    def digest_blocks(self, blocks: abc.Sequence[tuple[int, bytes]]) -> abc.Sequence[bytes]:
+        """Digests of the bytes that came; then they are converted, also if they are wrong: the sequence is not used
+        then. On a thread."""
+        staged = [(self.places.pop(index), index) for index, _ in blocks]
+        try:
+            found = self.landing.digest_blocks(
+                [(place, context) for (place, _), (_, context) in zip(staged, blocks, strict=True)]
+            )
+            self.landing.convert(staged, self.table, self.tokens)
+            return found
+        finally:
+            self.landing.give_soon([place for place, _ in staged])
+
+    def close(self) -> None:
+        """After the Receiver's end: what was read and never converted."""
+        self.landing.give(list(self.places.values()))
+        self.places.clear()
+
+
+class KvLandings:
+    """Those of one decode worker, made when a source needs one."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._made: dict[str, KvLanding] = {}
+        self._making = asyncio.Lock()
+
+    async def of(self, layout: KvLayout) -> KvLanding | None:
+        """None: blocks are read to where they belong. Raises IncompatibleLayout with the reasons, and what making a
+        transport raises."""
+        names = converters(layout, self._worker.layout)
+        if not names:
+            return None
+        # A caller that is cancelled leaves it to the next one, or to `close`.
+        return await asyncio.shield(asyncio.ensure_future(self._landing(layout, names)))
+
+    async def _landing(self, layout: KvLayout, names: abc.Sequence[str]) -> KvLanding:
+        async with self._making:
+            if layout.hash() not in self._made:
+                if len(self._made) == MOST:
+                    raise IncompatibleLayout(f"this worker converts from {MOST} other layouts already")
+                loop = asyncio.get_running_loop()
+                made = await asyncio.to_thread(KvLanding, self._worker, layout, names, loop)
+                self._made[layout.hash()] = made
+            return self._made[layout.hash()]
+
+    def at(self, peer: Peer) -> KvLanding | None:
+        """Of a source that has been connected."""
+        return self._made.get(peer.layout_hash)
+
+    def under_way(self, number: int) -> tuple[Hashable, float] | None:
+        """Of one of their transports, for a watchdog."""
+        made = list(self._made.values())
+        return made[number].transport.under_way if number < len(made) else None
+
+    async def close(self) -> None:
+        async with self._making:
+            for landing in self._made.values():
+                try:
+                    await asyncio.to_thread(landing.transport.close)
+                except InternalError:  # bytes may still come, into a staging that nobody reads any more
+                    log.exception("landing.transport_not_closed", layout=landing.layout.hash())
+            self._made.clear()

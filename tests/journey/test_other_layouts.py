@@ -1,0 +1,215 @@
+"""Workers that keep KV in other blocks are a pair: what arrives is converted, with the digests of what was sent; and a
+rolling upgrade moves the pools one after the other without a request that is computed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.state.registry import WorkerRecord
+from engine import kernels
+from kvtransfer.types import Peer
+from tests.support import oracle
+from tests.support.faults import Harm, only_first
+from tests.support.memory import block_view
+from tests.support.rank_copies import rank_copies
+
+NEW = 12
+LENGTHS = [1, 5, 8, 16, 33, 90]  # several chunks of 64; borders of blocks of 4, 8 and 16 hit and missed
+
+
+async def with_prefill(cluster: Any, name: str, **settings: Any) -> None:
+    """Another prefill worker, with these settings."""
+    cluster.settings = cluster.settings.model_copy(update=settings)
+    await cluster.start_worker(name)
+
+
+async def answers(cluster: Any, prompts: Sequence[list[int]]) -> list[Any]:
+    ask = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True}
+    return list(await asyncio.gather(*(cluster.client.generate(prompt, **ask) for prompt in prompts)))
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "transport"), [(8, 4, "nixl"), (4, 8, "inprocess"), (8, 16, "inprocess"), (8, 4, "nccl")]
+)
+async def test_blocks_of_another_size_give_the_tokens_of_transformers(
+    inside: Any, tiny: Path, decode: int, prefill: int, transport: str
+) -> None:
+    """Many at once, cold and with a cached prefix that ends in the middle of the source's blocks; receipt and doctor
+    say what was done."""
+    prompts = oracle.prompts(tiny, LENGTHS)
+    async with inside(prefill=0, block_size=decode, transport=transport) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=prefill)
+        await cluster.seen(2)
+        for longer in (0, 9):
+            asked = [prompt + oracle.prompts(tiny, [longer], seed=5)[0] if longer else prompt for prompt in prompts]
+            for done, prompt in zip(await answers(cluster, asked), asked, strict=True):
+                assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+                assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+                assert done.receipt.transfer.converted == f"blocks of {prefill} to {decode} tokens"
+        (pair,) = (await cluster.client.diagnose()).pairs
+        assert pair.compatible
+        assert pair.converted == f"blocks of {prefill} to {decode} tokens"
+        assert await cluster.ledgers_balance()
+
+
+@pytest.mark.skipif(kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators")
+async def test_workers_of_several_ranks_convert(inside: Any, tiny: Path) -> None:
+    """Into the memory that all ranks of a decode worker share, from a prefill worker of another number of ranks."""
+    prompts = oracle.prompts(tiny, [20, 70])
+    with rank_copies():
+        async with inside(prefill=0, decode_tp=2) as cluster:
+            await with_prefill(cluster, "prefill-0", block_size=16)
+            await cluster.seen(2)
+            for done, prompt in zip(await answers(cluster, prompts), prompts, strict=True):
+                assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+                assert done.receipt.transfer.converted == "blocks of 16 to 8 tokens"
+                assert (done.receipt.attempts, done.receipt.decode_tp) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "name"),
+    [
+        ("fp8", "int8", "int8 to float8_e4m3fn"),
+        ("int8", "auto", "float32 to int8"),
+        ("auto", "fp8", "float8_e4m3fn to float32"),
+        ("int8", "int8", ""),
+    ],
+)
+async def test_another_type_of_kv_is_converted_by_name(
+    inside: Any, tiny: Path, decode: str, prefill: str, name: str
+) -> None:
+    """The request is served by the pair, the receipt has the name of the conversion, and the prefix cache nothing of
+    the rounded KV: the control, whose types are equal, leaves its blocks there."""
+    async with inside(prefill=0, kv_dtype=decode) as cluster:
+        await with_prefill(cluster, "prefill-0", kv_dtype=prefill, block_size=16)
+        await cluster.seen(2)
+        for done in await answers(cluster, oracle.prompts(tiny, [40, 90])):
+            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+            assert done.receipt.transfer.converted == "blocks of 16 to 8 tokens" + (f", {name}" if name else "")
+        assert await cluster.ledgers_balance()
+        assert (cluster.workers["decode-0"].engine.pool.cached == 0) == bool(name)
+
+
+def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+    """The sign of every float of a block that was read."""
+    view = block_view(harm.region, pairs[0][1])
+    for at in range(3, len(view), 4):
+        view[at] ^= 0x80
+
+
+@pytest.mark.parametrize("digest", [True, False])
+async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
+    inside: Any, tiny: Path, digest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second attempt gives the tokens. In the control, whose digests are not compared, other tokens come."""
+    if not digest:
+        monkeypatch.setattr(
+            "kvtransfer.receiver.Receiver._first_wrong",
+            lambda self, ready: (
+                self._digest_blocks([(self._local_blocks[each.index], self._contexts[each.index]) for each in ready])
+                and None
+            ),
+        )
+    prompt = oracle.prompts(tiny, [50])[0]
+    fault = only_first(flip)
+
+    def wrap(inner: Any, worker_id: str) -> Any:
+        return Harm(inner, after=fault) if worker_id.startswith("decode") else inner
+
+    async with inside(prefill=0, wrap=wrap) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=16)
+        await cluster.seen(2)
+        (done,) = await answers(cluster, [prompt])
+        assert done.receipt.attempts == (2 if digest else 1)
+        assert (done.token_ids == oracle.greedy(tiny, prompt, NEW)) == digest
+        assert await cluster.ledgers_balance()
+        assert all_given_back(cluster)
+
+
+def all_given_back(cluster: Any) -> bool:
+    """Whether no place of a staging is held."""
+    made = [landing for name in ("decode-0",) for landing in cluster.workers[name]._landings._made.values()]
+    return bool(made) and all(sorted(landing._free) == list(range(landing.count)) for landing in made)
+
+
+async def test_a_cancelled_request_leaves_no_place_of_the_staging(inside: Any, tiny: Path) -> None:
+    """Its client is gone while its blocks are read: places and blocks are free again, and the next request is right."""
+    prompt = oracle.prompts(tiny, [90])[0]
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def hold(*_: Any) -> None:
+        begun.set()
+        await go.wait()
+
+    def wrap(inner: Any, worker_id: str) -> Any:
+        return Harm(inner, before=hold) if worker_id.startswith("decode") else inner
+
+    async with inside(prefill=0, wrap=wrap) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=16)
+        await cluster.seen(2)
+        asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True))
+        await asyncio.wait_for(begun.wait(), 30)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        go.set()
+        await cluster.freed(5.0)
+        (done,) = await answers(cluster, [prompt])
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert all_given_back(cluster)
+
+
+async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> None:
+    """Prefill workers first, then decode workers, to blocks of another size: every request is served by a pair."""
+    prompts = oracle.prompts(tiny, [20, 70])
+    seen: list[str] = []
+
+    async def check(cluster: Any) -> None:
+        for done, prompt in zip(await answers(cluster, prompts), prompts, strict=True):
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+            seen.append(done.receipt.transfer.converted)
+
+    async with inside() as cluster:
+        await check(cluster)
+        await with_prefill(cluster, "prefill-1", block_size=16)
+        await cluster.seen(3)
+        await check(cluster)
+        await cluster.workers.pop("prefill-0").stop(5.0)
+        await cluster.seen(2)
+        await check(cluster)
+        await cluster.start_worker("decode-1")
+        await cluster.seen(3)
+        await check(cluster)
+        await cluster.workers.pop("decode-0").stop(5.0)
+        await cluster.seen(2)
+        await check(cluster)
+    assert seen[0] == seen[-1] == ""
+    assert "blocks of 16 to 8 tokens" in seen
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_worker_of_an_older_minor_version_is_in_a_pair(
+    inside: Any, tiny: Path, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose record does not say what its KV means is paired by its layout, as before."""
+    text = WorkerRecord.text
+
+    def older(record: WorkerRecord) -> str:
+        said = json.loads(text(record))
+        if record.role == side:
+            del said["kv_meaning"], said["tp"]
+        return json.dumps(said)
+
+    monkeypatch.setattr(WorkerRecord, "text", older)
+    prompts = oracle.prompts(tiny, [20, 70])
+    async with inside() as cluster:
+        for done, prompt in zip(await answers(cluster, prompts), prompts, strict=True):
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
