@@ -154,7 +154,8 @@ def pin(workers: dict[str, int]) -> None:
     ours = sorted((name for name in workers if not name.startswith("router")), reverse=True)  # prefill before decode
     for place, name in enumerate(ours):
         for thread in psutil.Process(workers[name]).threads():
-            os.sched_setaffinity(thread.id, {cores[place % len(cores)]})
+            with suppress(ProcessLookupError):  # it has ended meanwhile, as some do that only a start needs
+                os.sched_setaffinity(thread.id, {cores[place % len(cores)]})
 
 
 class Vllm(Server):
