@@ -72,8 +72,7 @@ def load_model(
     (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
     rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
     `cache` keeps packed weights for others and the next start. `group`: loads this rank's part, with the other ranks.
-    `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason.
-    """
+    `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason."""
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
