@@ -190,8 +190,7 @@ def plan(
         if kv_dtype not in KV_DTYPES:
             raise SettingsError(f"kv_dtype is {kv_dtype}", field="kv_dtype", bound=", ".join(KV_DTYPES))
         shape = read_shape(model)
-        formats = (CHECKPOINT, *shape.quantised)
-        if weights not in formats:
+        if weights not in (formats := (CHECKPOINT, *shape.quantised)):
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
         if weights != CHECKPOINT and (tp > 1 or device_memory is not None):
             raise SettingsError("several ranks do not serve quantised weights", field="weights", bound=CHECKPOINT)
@@ -208,6 +207,7 @@ def plan(
             from planner.ranks import of_ranks
 
             shape = of_ranks(shape, model, tp)
+        lengths = {length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context}
         plan = capacity(
             shape,
             memory=int(memory * 2**30),
@@ -216,9 +216,7 @@ def plan(
             weights=weights,
             block_size=block_size,
             kv_dtype=kv_dtype,
-            contexts=tuple(
-                sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
-            ),
+            contexts=tuple(sorted(lengths)),
             concurrencies=(1, 8, 32, 128),
             slots=max_num_seqs + 1,
         )

@@ -64,8 +64,7 @@ class Engine:
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        self.model, self.ranks = model, model.ranks
-        self.config = config
+        self.model, self.ranks, self.config = model, model.ranks, config
         self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()
         self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it
@@ -394,7 +393,8 @@ class Engine:
 
     def _publish(self, sequence: Sequence, before: int) -> None:
         """Blocks that became full between `before` and `sequence.num_computed` are good for others now."""
-        size = self.pool.block_size
-        hashes = sequence.hashes(size)
+        if sequence.rounded:
+            return
+        size, hashes = self.pool.block_size, sequence.hashes(self.pool.block_size)
         for index in range(before // size, sequence.num_computed // size):
             self.pool.publish(sequence.id, index, hashes[index])

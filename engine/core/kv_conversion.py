@@ -14,6 +14,11 @@ from engine.core.kv_layout import HOST_DIGEST, KvLayout
 from tandem.errors import IncompatibleLayout
 
 
+def keeps_bits(source: KvLayout, target: KvLayout) -> bool:
+    """Whether K and V have the same type in both: what is converted is what this worker would have computed."""
+    return (source.dtype, source.scale_dtype) == (target.dtype, target.scale_dtype)
+
+
 def converters(source: KvLayout, target: KvLayout) -> list[str]:
     """The names of what makes blocks of `target` of blocks of `source`, none where they are the same. Raises
     IncompatibleLayout with a sentence for each difference that has no converter."""
@@ -29,7 +34,7 @@ def converters(source: KvLayout, target: KvLayout) -> list[str]:
     names = []
     if source.block_size != target.block_size:
         names.append(f"blocks of {source.block_size} to {target.block_size} tokens")
-    if (source.dtype, source.scale_dtype) != (target.dtype, target.scale_dtype):
+    if not keeps_bits(source, target):
         names.append(f"{source.dtype} to {target.dtype}")
     if not names:  # another padding, say: of another version
         raise IncompatibleLayout("; ".join(target.differences(source)))

@@ -76,6 +76,7 @@ class Sequence:
     grammar: Any = None
     matcher: Any = None  # how far the tokens follow the grammar; only structured_output.matcher_of makes one
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
+    rounded: bool = False  # its KV was kept in another type before: others must not find it in the prefix cache
     num_computed: int = 0  # leading tokens whose KV is in its blocks
     cached: int = 0  # of `num_computed` at admission: tokens found in the prefix cache
     preemptions: int = 0

@@ -187,6 +187,101 @@ def rotate(
 
 
 @triton.jit
+def normed_half(x, scale, weight, offset, at, used, ROUND_FIRST: tl.constexpr):
+    """Half of each head `[heads, half]` times its `scale [heads]` and its weight, rounded as `rms_norm` rounds."""
+    y = x.to(tl.float32) * scale[:, None]
+    if ROUND_FIRST:
+        y = y.to(x.dtype).to(tl.float32)
+    factor = tl.load(weight + at, mask=used, other=0.0).to(tl.float32) + offset
+    return (y * factor[None, :]).to(x.dtype)
+
+
+@triton.jit
+def place_heads(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    out,
+    k_pages,
+    v_pages,
+    blocks,
+    slots,
+    heads,
+    kv_heads,
+    half,
+    v_size,
+    eps,
+    offset,
+    q_token,  # strides from here on
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    c_token,
+    s_token,
+    kp_block,
+    kp_slot,
+    kp_head,
+    vp_block,
+    vp_slot,
+    vp_head,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """The heads of a token: those of q and k normed and rotated, k and v into their pages."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block, slot = tl.load(blocks + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
+    of_q, of_k = tl.cdiv(heads, HEADS), tl.cdiv(kv_heads, HEADS)
+    number = tl.arange(0, HEADS)
+    if tile < of_q + of_k:
+        is_q = tile < of_q
+        head = tl.where(is_q, tile, tile - of_q) * HEADS + number
+        at = tl.arange(0, HALF)
+        used = at < half
+        here_q = (head < heads)[:, None] & used[None, :] & is_q
+        here_k = (head < kv_heads)[:, None] & used[None, :] & (tile >= of_q)
+        q_at = q + token * q_token + head[:, None] * q_head + at[None, :]
+        k_at = k + token * k_token + head[:, None] * k_head + at[None, :]
+        low = tl.where(here_q, tl.load(q_at, mask=here_q, other=0.0), tl.load(k_at, mask=here_k, other=0.0))
+        high = tl.where(
+            here_q, tl.load(q_at + half, mask=here_q, other=0.0), tl.load(k_at + half, mask=here_k, other=0.0)
+        )
+        if NORMED:
+            one, other = low.to(tl.float32), high.to(tl.float32)
+            scale = 1.0 / tl.sqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / (2 * half) + eps)
+            if is_q:
+                low = normed_half(low, scale, q_weight, offset, at, used, ROUND_FIRST)
+                high = normed_half(high, scale, q_weight + half, offset, at, used, ROUND_FIRST)
+            else:
+                low = normed_half(low, scale, k_weight, offset, at, used, ROUND_FIRST)
+                high = normed_half(high, scale, k_weight + half, offset, at, used, ROUND_FIRST)
+        c_at, s_at = cos + token * c_token + at, sin + token * s_token + at
+        c_low, s_low = tl.load(c_at, mask=used, other=0.0)[None, :], tl.load(s_at, mask=used, other=0.0)[None, :]
+        c_high = tl.load(c_at + half, mask=used, other=0.0)[None, :]
+        s_high = tl.load(s_at + half, mask=used, other=0.0)[None, :]
+        first, second = rounded_sum(low, c_low, -high, s_low), rounded_sum(high, c_high, low, s_high)
+        o_at = out + (token * heads + head[:, None]) * 2 * half + at[None, :]
+        p_at = k_pages + block * kp_block + slot * kp_slot + head[:, None] * kp_head + at[None, :]
+        tl.store(o_at, first, mask=here_q)
+        tl.store(o_at + half, second, mask=here_q)
+        tl.store(p_at, first, mask=here_k)
+        tl.store(p_at + half, second, mask=here_k)
+    else:
+        own, v_at = (tile - of_q - of_k) * HEADS + number, tl.arange(0, V_SIZE)
+        here = (own < kv_heads)[:, None] & (v_at < v_size)[None, :]
+        found = tl.load(v + token * v_token + own[:, None] * v_head + v_at[None, :], mask=here, other=0.0)
+        tl.store(v_pages + block * vp_block + slot * vp_slot + own[:, None] * vp_head + v_at[None, :], found, mask=here)
+
+
+@triton.jit
 def rounded_sum(a, b, c, d):
     """a * b + c * d in their type, each operation rounded."""
     first = (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)

@@ -126,7 +126,11 @@ def siblings(
     weight, bias = joined(weights), joined(biases)
     if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
         return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
-    flat = linear(x, weight, bias, widths=n)
+    return _apart(x, linear(x, weight, bias, widths=n), n)
+
+
+def _apart(x: torch.Tensor, flat: torch.Tensor, n: Sequence[int]) -> list[torch.Tensor]:
+    """The outputs `[..., width]` that lie one after the other in `flat`."""
     sizes = [flat.numel() // sum(n) * width for width in n]
     return [part.view(*x.shape[:-1], width) for part, width in zip(torch.split(flat, sizes), n, strict=True)]
 
@@ -166,6 +170,35 @@ def over_codes(
     assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
     kept = codes.view(torch.int8) if format == "int8" else codes
     return linear(x, kept, bias, beside, Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+@operator(
+    "linears_codes(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] biases, int[] n, int k,"
+    " int group, int depth, str format) -> Tensor[]"
+)
+def siblings_over_codes(
+    x: torch.Tensor,
+    codes: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    zeros: list[torch.Tensor | None],
+    biases: list[torch.Tensor | None],
+    n: list[int],
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+) -> list[torch.Tensor]:
+    given: list[Sequence[torch.Tensor | None]] = [codes, scales, zeros, biases]
+    together = [joined(parts) for parts in given]
+    whole, scale, zero, bias = together
+    apart = any(
+        one is None and any(part is not None for part in parts) for one, parts in zip(together, given, strict=True)
+    )
+    if len(n) > 3 or whole is None or scale is None or apart:
+        each = zip(codes, scales, zeros, biases, n, strict=True)
+        return [over_codes(x, *one, k, group, depth, format) for one in each]
+    kept = whole.view(torch.int8) if format == "int8" else whole
+    return _apart(x, linear(x, kept, bias, None, Scaled(scale, zero, group, FORMATS[format], depth), n), n)
 
 
 @operator(
@@ -224,6 +257,51 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         HEADS=tile, HALF=size, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out.transpose(0, 1).unsqueeze(0)
+
+
+@operator(
+    "heads(Tensor q, Tensor k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool round_first,"
+    " Tensor cos, Tensor sin, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor blocks, Tensor slots) -> Tensor"
+)
+def heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norms (with weights) and rotates the heads of `q [1, tokens, heads, d]` and `k`, writes k and `v` into their
+    slots of pages, and returns q, `[tokens, heads, d]`."""
+    _, tokens, count, d = q.shape
+    normed = q_weight is not None and k_weight is not None
+    innermost = {each.stride(-1) for each in (q, k, v, cos, sin, k_pages, v_pages)}
+    if not (cos.shape == sin.shape == (1, 1, tokens, d)) or d % 2 or innermost != {1} or k_pages.dtype != k.dtype:
+        pairs = [(q, q_weight), (k, k_weight)]
+        ours = [x if weight is None else rms_norm(x, weight, eps, offset, round_first) for x, weight in pairs]
+        query, key = (rotate(x.transpose(1, 2), cos, sin)[0].transpose(0, 1) for x in ours)
+        k_pages[blocks, slots], v_pages[blocks, slots] = key.to(k_pages.dtype), v[0].to(v_pages.dtype)
+        return query
+    out, kv_heads, v_size, half = q.new_empty(tokens, count, d), k.shape[2], v.shape[3], d // 2
+    sizes = [1 << max(size - 1, 0).bit_length() for size in (half, v_size)]
+    tile = min(max(1, NORM_ELEMENTS // max(sizes)), 1 << (kv_heads - 1).bit_length())
+    weights = (q_weight, k_weight) if normed else (q, q)  # not read
+    if tokens:
+        kernels.place_heads[(tokens, cdiv(count, tile) + 2 * cdiv(kv_heads, tile))](
+            q, k, v, *weights, cos, sin, out, k_pages, v_pages, blocks, slots, count, kv_heads, half, v_size, eps,
+            offset, *q.stride()[1:3], *k.stride()[1:3], *v.stride()[1:3], cos.stride(2), sin.stride(2),
+            *k_pages.stride()[:3], *v_pages.stride()[:3], HEADS=tile, HALF=sizes[0], V_SIZE=sizes[1],
+            NORMED=normed, ROUND_FIRST=round_first, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}

@@ -177,7 +177,9 @@ def _prepare(
 
 def _return_memory() -> None:
     """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
-    it to the system when asked."""
+    it to the system when asked, and so does torch with a GPU's, of which the KV pool gets what is not reserved."""
+    if torch.cuda.is_available():  # not yet run on a GPU
+        torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -11,7 +11,8 @@ between them as they did. The rules do not depend on a model; other operators st
     the same of two linear layers of one x        tandem::linears_gated
 
 Linear layers of quantised weights have operators of their own: linears_codes, linear_codes_add, linears_codes_gated. On
-CUDA the operators are those of tandem_gpu:: (engine/gpu/products.py), where gates stay apart from their products.
+CUDA the operators are those of tandem_gpu:: (engine/gpu/products.py): gates stay apart from their products, and what is
+done to heads between products and attention, writes into pages included, is one operator, heads.
 Operators after the last attention are computed only for tokens whose logits are wanted.
 """
 
@@ -37,7 +38,7 @@ def fuse(graph: Graph, ops: str = CPU) -> None:
     passes._jit_pass_inline(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
-    of_products = (_siblings, _gates, _gated_siblings) if ops == CPU else (_siblings, _gates)
+    of_products = (_siblings, _gates, _gated_siblings) if ops == CPU else (_siblings, _gates, _heads)
     for rule in (_detours, _rotations, _sums, *of_products, _wanted_rows):
         rule(graph, ops)
         passes._jit_pass_dce(graph)
@@ -94,6 +95,75 @@ def _is_half(half: Value, x: Value) -> bool:
     return size is not None and size.inputsAt(0) == x and _is(size.inputsAt(1), 3)
 
 
+def _heads(graph: Graph, ops: str) -> None:
+    """Norms and rotations of q and k, and the writes of k and v into pages, before attention."""
+    for attend in graph.findAllNodes(f"{ops}::attend"):
+        writes = [write for at in (1, 2) if (write := _made_by(attend.inputsAt(at), "aten::index_put_")) is not None]
+        if len(writes) != 2 or any(len(write.output().uses()) != 1 for write in writes):
+            continue
+        places = [list(write.inputsAt(1).node().inputs()) for write in writes]
+        pages, new = ([write.inputsAt(at) for write in writes] for at in (0, 2))
+        of_q, of_k = _rotated(attend.inputsAt(0), ops), _rotated(new[0], ops)
+        v = _swapped(_of_tokens(new[1]), 1, 2)
+        if places[0] != places[1] or len(places[0]) != 2 or v is None or of_q is None or of_k is None:
+            continue
+        (q, *turns), (k, *same_turns) = of_q, of_k
+        weights, numbers = zip(*(_norm_of(x, ops) for x in (q, k)), strict=True)
+        if turns != same_turns or numbers[0] != numbers[1] or not _one_type(q, k, v, *pages, *turns):
+            continue
+        inputs = [x if weight is None else x.node().inputsAt(0) for x, weight in zip((q, k), weights, strict=True)]
+        constants = [_constant(graph, attend, value) for value in numbers[0]]
+        given = [_constant(graph, attend, None) if weight is None else weight for weight in weights]
+        heads = graph.create(f"{ops}::heads", [*inputs, v, *given, *constants, *turns, *pages, *places[0]], 1)
+        heads.insertBefore(attend)
+        heads.output().setType(attend.inputsAt(0).type())
+        attend.replaceInput(0, heads.output())
+        for at, write, own in zip((1, 2), writes, pages, strict=True):
+            attend.replaceInput(at, own)
+            write.destroy()
+
+
+def _of_tokens(value: Value) -> Value | None:
+    """x `[1, heads, tokens, d]` where `value` is x[0].transpose(0, 1)."""
+    cast = _made_by(value, "aten::to")
+    if cast is not None and value.type().dtype() == cast.inputsAt(0).type().dtype():
+        value = cast.inputsAt(0)
+    chosen = _made_by(_swapped(value, 0, 1), "aten::select")
+    if chosen is None or not (_is(chosen.inputsAt(1), 0) and _is(chosen.inputsAt(2), 0)):
+        return None
+    return chosen.inputsAt(0)
+
+
+def _swapped(value: Value | None, *dims: int) -> Value | None:
+    """x where `value` is x.transpose(*dims)."""
+    if value is None or (node := _made_by(value, "aten::transpose")) is None:
+        return None
+    right = all(_is(node.inputsAt(at), dim) for at, dim in zip((1, 2), dims, strict=True))
+    return node.inputsAt(0) if right else None
+
+
+def _rotated(value: Value, ops: str) -> tuple[Value, Value, Value] | None:
+    """x `[1, tokens, heads, d]`, cos and sin where `value` is x rotated, by token."""
+    rotation = _made_by(_of_tokens(value), f"{ops}::rotate")
+    x = _swapped(rotation.inputsAt(0), 1, 2) if rotation is not None else None
+    return (x, rotation.inputsAt(1), rotation.inputsAt(2)) if rotation is not None and x is not None else None
+
+
+def _norm_of(x: Value, ops: str) -> tuple[Value | None, tuple[float, float, bool]]:
+    """The weight and numbers of the RMS norm that made x; no weight if none did."""
+    norm = _made_by(x, f"{ops}::rms_norm")
+    if norm is None or len(x.uses()) != 1:
+        return None, (0.0, 0.0, False)
+    eps, offset, round_first = (norm.inputsAt(at).toIValue() for at in (2, 3, 4))
+    return norm.inputsAt(1), (eps, offset, round_first)
+
+
+def _constant(graph: Graph, before: Node, value: Any) -> Value:
+    made = graph.insertConstant(value)
+    made.node().moveBefore(before)
+    return made
+
+
 def _sums(graph: Graph, ops: str) -> None:
     for node in graph.findAllNodes("aten::add"):
         for beside, product in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
@@ -106,14 +176,13 @@ def _sums(graph: Graph, ops: str) -> None:
 
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _BIAS = torch._C.OptionalType(_TENSOR)
-# Linear layers: which inputs become lists where there are several of them, and which is their k.
-_LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], int]] = {
-    "tandem::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
-    "tandem::linear_codes": (
-        ((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, torch._C.StringType.get())),
-        5,
-    ),
-    "tandem_gpu::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
+_STRING = torch._C.StringType.get()
+# Linear layers: which inputs become lists where there are several of them, and which are the same for all: k first.
+_LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], tuple[int, ...]]] = {
+    "tandem::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), (4,)),
+    "tandem::linear_codes": (((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, _STRING)), (5,)),
+    "tandem_gpu::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), (4,)),
+    "tandem_gpu::linear_codes": (((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _BIAS), (5, _INT)), (6, 7, 8, 9)),
 }
 
 
@@ -123,17 +192,18 @@ def _several(kind: str) -> str:
 
 def _siblings(graph: Graph, ops: str) -> None:
     """Linear layers of the same rows, all in the place of the first: their other inputs are constants."""
-    groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for kind in (kind for kind in _LINEARS if kind.startswith(f"{ops}::")):
         for node in graph.findAllNodes(kind):
             if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
-                groups[kind, node.inputsAt(0).debugName()].append(node)
-    for (kind, _), nodes in groups.items():
+                same = (node.inputsAt(at).toIValue() for at in _LINEARS[kind][1])
+                groups[kind, node.inputsAt(0).debugName(), *same].append(node)
+    for (kind, *_), nodes in groups.items():
         if len(nodes) == 1:
             continue
-        first, (lists_of, k) = nodes[0], _LINEARS[kind]
+        first, (lists_of, rest) = nodes[0], _LINEARS[kind]
         lists = [_list_of(graph, first, [node.inputsAt(at) for node in nodes], of) for at, of in lists_of]
-        together = graph.create(_several(kind), [first.inputsAt(0), *lists, first.inputsAt(k)], 1)
+        together = graph.create(_several(kind), [first.inputsAt(0), *lists, *map(first.inputsAt, rest)], 1)
         together.insertBefore(first)
         together.output().setType(torch._C.ListType.ofTensors())
         apart = graph.create("prim::ListUnpack", [together.output()], len(nodes))
@@ -143,20 +213,18 @@ def _siblings(graph: Graph, ops: str) -> None:
             node.output().replaceAllUsesWith(output)
 
 
-def place_together(graph: Graph, module: torch.nn.Module) -> None:
-    """Places the weights, and the biases, of siblings on CUDA one after the other in memory, where one product reads
-    them all. The module's parameters move there: every graph has the same tensors, so nothing is kept twice."""
-    owners = {parameter.data_ptr(): parameter for parameter in module.parameters()}
-    for node in graph.findAllNodes(f"{CUDA}::linears"):
-        for made in (node.inputsAt(1).node(), node.inputsAt(2).node()):
-            values = [value.toIValue() for value in made.inputs()]
-            parts = [None if value is None else owners.get(value.data_ptr()) for value in values]
-            there = [part for part in parts if part is not None]
-            if len(there) < len(parts) or len({(part.dtype, part.shape[1:]) for part in there}) > 1:
-                continue
-            together = torch.split(torch.cat([part.data for part in there]), [len(part) for part in there])
-            for part, new in zip(there, together, strict=True):
-                part.data = new
+def place_together(graph: Graph) -> None:
+    """Places the weights, scales and biases of siblings on CUDA one after the other in memory, where one product reads
+    them all. The module and every graph have the same tensors, which move there, so nothing is kept twice."""
+    for kind, (lists_of, _) in _LINEARS.items():
+        for node in graph.findAllNodes(_several(kind)) if kind.startswith(f"{CUDA}::") else ():
+            for at in range(1, len(lists_of)):  # the last list has the widths
+                parts = [value.toIValue() for value in node.inputsAt(at).node().inputs()]
+                if any(part is None for part in parts) or len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+                    continue
+                together = torch.split(torch.cat(parts), [len(part) for part in parts])
+                for part, new in zip(parts, together, strict=True):
+                    part.data = new
 
 
 def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:
@@ -284,9 +352,9 @@ def _replace(graph: Graph, node: Node, kind: str, inputs: list[Value]) -> None:
     node.destroy()
 
 
-def _made_by(value: Value, kind: str) -> Node | None:
-    node = value.node()
-    return node if node.kind() == kind else None
+def _made_by(value: Value | None, kind: str) -> Node | None:
+    node = value.node() if value is not None else None
+    return node if node is not None and node.kind() == kind else None
 
 
 def _one_type(*values: Value) -> bool:

@@ -30,7 +30,8 @@ from engine.runner.model_runner import ModelRunner, RecordedForward
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
-GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # on CUDA, of the logits' standard deviation
+# On CUDA, of the logits' standard deviation: more than roundings do, less than a forgotten operation does (1 and more).
+GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 CHECKS = str(Path(torch.nn.__file__).parent)  # argument checks of torch's own layers, which examine only sizes
 Replay = Callable[..., torch.Tensor]
 
@@ -132,7 +133,7 @@ def record(model: ModelRunner) -> RecordedForward:
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
     shorter = graph.copy()
     fuse(shorter, CPU if model.kernels != REFERENCE else CUDA)
-    place_together(shorter, model.module)
+    place_together(shorter)
     for chosen, what in ((shorter, "fused"), (graph, "plain")):
         candidate: Replay = torch._C._create_function_from_graph("step", chosen)
         try:

@@ -142,11 +142,15 @@ def norm(architecture: int, size: int) -> Code:
 
 
 def rows(architecture: int) -> Iterator[Code]:
-    """Rotary embedding of heads of 128, and gates."""
+    """Gates, and what is done to heads of 128, at once and by rotary embedding alone."""
     from engine.gpu import product_kernels, products
 
-    types, options = dict.fromkeys(("x", "cos", "sin", "out", "gate", "up"), "*bf16"), {"num_warps": 4}
+    pointers = ("x", "q", "k", "v", "q_weight", "k_weight", "cos", "sin", "out", "k_pages", "v_pages", "gate", "up")
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("eps", "offset"), "fp32")
+    types |= {"blocks": "*i64", "slots": "*i64", "kp_block": "i64", "vp_block": "i64"}
+    options = {"num_warps": 4}
     for kernel, fixed in (
+        (product_kernels.place_heads, {"HEADS": 8, "HALF": 64, "V_SIZE": 128, "NORMED": True, "ROUND_FIRST": True}),
         (product_kernels.rotate, {"HEADS": 16, "HALF": 64}),
         (product_kernels.gated, {"ACT": 0, "TILE": products.NORM_ELEMENTS}),
     ):
@@ -243,7 +247,7 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                 for format in ("int8", "fp8", "int4"):
                     yield product(architecture, 4096, 4096, few=few, format=format)
             yield norm(architecture, 16384)
-            yield from rows(architecture)
         yield norm(architecture, 4096)
+        yield from rows(architecture)
         yield digest(architecture)
         yield sampling(architecture)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from engine.core.kv_conversion import converters
+from engine.core.kv_conversion import converters, keeps_bits
 from engine.core.kv_layout import KvLayout
 from engine.core.sequence import Sequence
 from engine.kv.kv_converter import KvConverter
@@ -40,6 +40,7 @@ class KvLanding:
         self, worker: Worker, layout: KvLayout, names: abc.Sequence[str], loop: asyncio.AbstractEventLoop
     ) -> None:
         self.layout, self.names = layout, ", ".join(names)
+        self.keeps_bits = keeps_bits(layout, worker.layout)
         longest = -(-worker.engine.model.max_model_len // layout.block_size)
         count = 2 * max(1, min(STAGED_BYTES // 2 // layout.block_bytes, longest))
         self._converter = KvConverter(layout, count, worker.engine.pages)

@@ -251,6 +251,7 @@ class PrefillStream:
         _check_adapter(opened, sequence)
         if (landing := self._prefill.landing) is not None:
             tokens = range(sequence.cached, len(sequence.tokens))
+            sequence.rounded = not landing.keeps_bits
             self._landed = landed = Landed(landing, list(pool.table(sequence.id)), tokens, {})
             self._receive(opened, landed, landed.expected(sequence), landed.digest_blocks)
             return

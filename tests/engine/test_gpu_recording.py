@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
 from engine.attention.forward_context import Batch
-from engine.gpu import layers, paged_attention, product_kernels, products
+from engine.gpu import codes, layers, paged_attention, product_kernels, products
 from engine.gpu.paged_attention import TritonAttention
+from engine.kernels import weight_quantization
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, traced_forward
 from engine.runner.model_runner import ModelRunner
@@ -35,7 +37,7 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
         for module, names in (
-            (product_kernels, ("linear", "rms_norm", "rotate", "gated")),
+            (product_kernels, ("linear", "rms_norm", "rotate", "gated", "place_heads")),
             (paged_attention, ("attend", "merge")),
         ):
             for name in names:
@@ -68,11 +70,14 @@ def short() -> Iterator[None]:
         yield
 
 
-def on_gpu(family: str, folder: Path) -> ModelRunner:
-    """A model of two layers with attention and products as on CUDA, by modules."""
+def on_gpu(family: str, folder: Path, weights: str = "") -> ModelRunner:
+    """A model of two layers with attention and products as on CUDA, by modules; with `weights` over codes."""
     made = make_checkpoint(folder / family, f"tiny-{family}", dtype="float32", num_hidden_layers=2)
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     model.cuda_kernel = TritonAttention(model.max_model_len)
+    if weights:
+        packer = weight_quantization.Packer(partial(codes.packed, device=CPU))
+        assert weight_quantization.apply(model.module, weights, packer) == 15
     assert layers.adopt(model.module).startswith(layers.NAME)
     model.cuda_products = True
     model.use_paged_attention()
@@ -87,27 +92,29 @@ def with_context(model: ModelRunner) -> Any:
     return pages
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_layer_is_few_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "weights"), [("llama", ""), ("qwen3", "int4")])
+def test_a_layer_is_few_kernels(family: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three projections are one, gate and up are one, a sum is part of its product, and a rotation or a gate is one.
     The recording is used, and computes what the modules do. Control: by modules there are twice as many."""
-    model = on_gpu(family, tmp_path)
+    model = on_gpu(family, tmp_path, weights)
     assert model.unrecordable_on_cuda() is None
     assert traced_forward.install(model) == "recorded"
     pages = with_context(model)
     recorded, model.recorded = model.recorded, None
-    counts, logits = [], []
+    counts, logits, kept = [], [], []
     for model.recorded in (recorded, None):
         with monkeypatch.context() as patch, Kernels(patch) as kernels:
             logits.append(model.forward(pages, SINGLE))
+        kept.append(torch.cat([view.flatten() for view in (*pages.k, *pages.v)]))
         places = [at for at, name in enumerate(kernels.seen) if name == "attend"]
         counts.append(places[1] - places[0])
         if model.recorded is not None:
             layer = kernels.seen[places[0] : places[1]]
     assert counts[0] <= MOST_KERNELS
     assert layer.count("linear") == 4, layer
-    assert counts == [{"llama": 13, "qwen3": 15}[family], {"llama": 27, "qwen3": 29}[family]], layer
+    assert counts == [10, {"llama": 27, "qwen3": 29}[family]], layer
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 1e-4
+    assert torch.allclose(*kept, atol=1e-5)
     model.recorded = recorded
     assert captured_steps.unfit(model, pages) is None
     before = pages.buffer.clone()

@@ -78,19 +78,22 @@ async def test_workers_of_several_ranks_convert(inside: Any, tiny: Path) -> None
         ("fp8", "int8", "int8 to float8_e4m3fn"),
         ("int8", "auto", "float32 to int8"),
         ("auto", "fp8", "float8_e4m3fn to float32"),
+        ("int8", "int8", ""),
     ],
 )
 async def test_another_type_of_kv_is_converted_by_name(
     inside: Any, tiny: Path, decode: str, prefill: str, name: str
 ) -> None:
-    """The request is served by the pair, and the receipt has the name of the conversion."""
+    """The request is served by the pair, the receipt has the name of the conversion, and the prefix cache nothing of
+    the rounded KV: the control, whose types are equal, leaves its blocks there."""
     async with inside(prefill=0, kv_dtype=decode) as cluster:
         await with_prefill(cluster, "prefill-0", kv_dtype=prefill, block_size=16)
         await cluster.seen(2)
         for done in await answers(cluster, oracle.prompts(tiny, [40, 90])):
             assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
-            assert done.receipt.transfer.converted == f"blocks of 16 to 8 tokens, {name}"
+            assert done.receipt.transfer.converted == "blocks of 16 to 8 tokens" + (f", {name}" if name else "")
         assert await cluster.ledgers_balance()
+        assert (cluster.workers["decode-0"].engine.pool.cached == 0) == bool(name)
 
 
 def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
