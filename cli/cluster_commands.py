@@ -34,6 +34,9 @@ ModelsFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Several models, with settings of their own: a TOML file.")
 ]
 Adapters = Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")]
+DeviceMemory = Annotated[
+    float | None, typer.Option(help="GiB of one rank's device: says which numbers of ranks fit.", min=0.001)
+]
 app = typer.Typer()
 
 
@@ -173,9 +176,7 @@ def plan(
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
     tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
-    device_memory: Annotated[
-        float | None, typer.Option(help="GiB of one rank's device: says which numbers of ranks fit.", min=0.001)
-    ] = None,
+    device_memory: DeviceMemory = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
