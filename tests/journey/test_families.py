@@ -91,7 +91,8 @@ async def test_tokens_equal_transformers_over_gloo(model: Path, expected: Expect
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
 async def test_tokens_of_every_other_family_equal_transformers(inside: Any, model: Path, expected: Expected) -> None:
     """Through the same router and workers in this process, with KV over NIXL, too; then nothing stays held."""
-    async with inside(model=str(model), transport="nixl", **SETTINGS) as cluster:
+    room = 1024  # blocks, of which a quarter is for snapshots of states: of all these prompts, and the first must stay
+    async with inside(model=str(model), transport="nixl", kv_blocks=room, **SETTINGS) as cluster:
         await assert_equal(cluster.client, expected)
         await cluster.freed()
         assert await cluster.ledgers_balance()
