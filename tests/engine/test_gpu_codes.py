@@ -97,7 +97,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 def test_a_checkpoint_is_served_in_its_own_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a byte for each weight of AWQ, whose zeros stay beside them; a byte of fp8. It loads, checks itself,
     and computes what the plain checkpoint of the same weights does."""
-    quantised, plain = make(tmp_path, ALL[name])
+    quantised, plain = make(tmp_path, ALL[name], num_hidden_layers=1)
     monkeypatch.setattr(model_loader, "_packer", lambda *_: ON_CPU)
     monkeypatch.setattr(model_loader.traced_forward, "install", lambda _: "by modules")
     monkeypatch.setattr(self_check, "PROMPT_LENGTHS", (7,))  # the interpreter takes its time

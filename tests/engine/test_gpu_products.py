@@ -3,7 +3,7 @@ No GPU has run them; the machine code is in test_gpu_machine_code.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from engine.gpu.paged_attention import TritonAttention
 from engine.gpu.products import Tiling, linear
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
+from loadtest.harness.random_checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 FEW, MANY = 3, products.FEW + 2  # rows: narrow tiles, and others
@@ -131,10 +132,11 @@ def short_trials() -> Iterator[None]:
         yield
 
 
-def test_a_models_logits_have_the_same_bits_in_any_step(checkpoint: Callable[[str], Path]) -> None:
+def test_a_models_logits_have_the_same_bits_in_any_step(tmp_path: Path) -> None:
     """With Triton's attention, products and norms: as a single token among others, alone, and at the end of a prompt
     that is computed at once. They are those of the plain model within rounding."""
-    model = load_model(str(checkpoint("tiny-qwen3")), dtype=torch.float32, device=CPU, kernels="reference")
+    made = make_checkpoint(tmp_path / "m", "tiny-qwen3", dtype="float32", num_hidden_layers=2)
+    model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     tokens = [index * 7 % 384 for index in range(21)]
     prompt = Batch(tokens, [*range(21)], [21], [21], [[4, 1]], [20])
     expected = model.forward(model.allocate(6), prompt)
