@@ -5,8 +5,8 @@ Host starts and ends processes.
                                       ▲                         or switch_role(id)  start → ready → wait → ended
                                       └──────── wake: a worker ended, wanted changed, a backoff is over
 
-Nothing is polled but the nodes that will end, which Ray announces to nobody: a worker's death ends its pending wait(),
-and the registry announces changes of "wanted".
+A worker's death ends its pending wait(), and the registry announces changes of "wanted". The supervisor polls only for
+nodes that will end, because Ray does not announce them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Host(Protocol):
         """Keeps `count` processes that can become a worker of either pool; they start in the background."""
 
     async def leaving(self) -> set[str]:
-        """Nodes that will end soon; spares there have been ended. Raises Unavailable when nobody knows."""
+        """The nodes that will end soon. Ends the spares there. Raises Unavailable if Ray's head does not answer."""
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         """Workers that an earlier incarnation of this supervisor started."""

@@ -39,8 +39,9 @@ class Heartbeat:
     async def start(self) -> None:
         """Writes the first record. Raises Unavailable if that fails for START_S: an unregistered worker must not start.
         Raises PreconditionFailed if a later incarnation of this worker is alive."""
-        record, until = self._describe(), monotonic() + START_S
+        until = monotonic() + START_S
         while True:
+            record = self._describe()
             try:
                 kept = await self._beat(record, announce=True)
                 break

@@ -34,7 +34,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # without an owner; oldest first
         self._tables: dict[str, list[int]] = {}
         self._news: list[tuple[bytes, bool]] | None = None  # None: there is no listener
-        self.on_lost: Callable[[bytes], None] = lambda digest: None  # called when nobody can find this hash any more
+        self.on_lost: Callable[[bytes], None] = lambda digest: None  # for each hash that is dropped
 
     # ---- questions
 

@@ -76,8 +76,8 @@ def linear(
     widths: Sequence[int] = (),
 ) -> torch.Tensor:
     """`x [..., k]` times `weight [n, k]` of any strides, or times codes in rows that are `scaled`: `[..., n]`, plus
-    `beside [..., n]` after rounding. With two or three `widths`, whose sum is n, the outputs of so many columns of the
-    weight lie one after the other in the result `[rows * n]`."""
+    `beside [..., n]` after rounding. `widths`, two or three numbers whose sum is n, split the outputs into groups: the
+    result `[rows * n]` then holds the groups one after the other."""
     n, k = weight.shape[0], x.shape[-1]
     flat = _rows(x, k)
     out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
