@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
+
+from tests.support.triton_interpreter import sum_each_row_alone
 
 # Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -82,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What the tests import stays; no collection looks at it again."""
+    if "triton" in sys.modules:
+        sum_each_row_alone()
     gc.freeze()
 
 
