@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests import stays; no collection looks at it again."""
+    """Triton, if a test imports it, is as a GPU; and what the tests import stays: no collection looks at it again."""
     if "triton" in sys.modules:
         sum_each_row_alone()
     gc.freeze()

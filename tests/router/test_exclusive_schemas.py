@@ -101,4 +101,4 @@ def test_many_alternatives_of_much_to_compare_take_little_time() -> None:
     alternatives = [alternative(number) for number in range(MAX_ALTERNATIVES)]
     began = thread_time()
     assert ExclusiveSchemas({"oneOf": alternatives}).overlapping(alternatives) is None
-    assert thread_time() - began < 2.0  # 0.2 to 0.8
+    assert thread_time() - began < 2.0  # 0.5 to 0.9 on a Zen 3, 4 to 8 without the cache of values

@@ -15,17 +15,12 @@ def sum_each_row_alone() -> None:
     """For the rest of this process."""
     from triton.runtime import interpreter
 
-    inner = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
         """`d + a @ b`: `[m, n]`, `[m, k]`, `[k, n]`."""
-        if a.data.ndim != 2 or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
-            return inner(self, a, b, d, *precision)
-        kind = d.data.dtype
-        rows, columns = a.data.astype(kind), b.data.astype(kind)
-        total = np.zeros(d.data.shape, kind)
-        for k in range(rows.shape[1]):
-            total += rows[:, k, None] * columns[k]
+        assert a.data.ndim == 2, "our kernels multiply tiles of two dimensions"
+        total = np.zeros_like(d.data)
+        for column, row in zip(a.data.T.astype(total.dtype), b.data.astype(total.dtype), strict=True):
+            total += column[:, None] * row
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -55,9 +55,11 @@ class ExclusiveSchemas:
             return True
         if other.get("additionalProperties") is False and required - other_properties.keys():
             return True
+        both = required & other_required & other_properties.keys()
         return any(
-            self._never(properties[name], other_properties[name], levels - 1)
-            for name in required & other_required & properties.keys() & other_properties.keys()
+            self._never(schema, other_properties[name], levels - 1)
+            for name, schema in properties.items()
+            if name in both
         )
 
     def _resolved(self, schema: Any) -> Any:
