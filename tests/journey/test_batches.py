@@ -350,7 +350,7 @@ async def test_a_batch_survives_its_router(inside: Any, monkeypatch: pytest.Monk
             good, bad = await results(client, batch)
             assert (batch.status, bad) == ("completed", {})
             assert good.keys() == bodies.keys()
-            assert (await other.batch_store.batch("", batch.id)).generation == 2
+            assert (await other.batch_store.batch("", batch.id)).generation >= 2  # 3: it missed its own short lease
             for name, body in bodies.items():
                 _, expected = await http_answer(other, CHAT, body)
                 assert comparable(good[name]["response"]["body"]) == comparable(expected), name
