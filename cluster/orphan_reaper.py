@@ -4,8 +4,7 @@
                      └── ends the listed processes that still run, keeps the logs if configured,
                          removes the run directory, ends
 
-Workers and Valkey end by themselves (cluster/exit_with_parent.py). Ray's agents do not: orphaned, they would try for a
-minute to report the raylet's death to a GCS that has ended as well.
+Workers and Valkey end by themselves (cluster/exit_with_parent.py). Ray's processes may not have done so yet.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 SERVES_AS_TIMEOUT_S = 5.0  # until a worker has reported which worker it is
 LAST_STAGES_TIMEOUT_S = 1.0  # until a ready worker has reported all stages of its start
 SPARE = "spare"  # the id of a process that is not a worker yet
-PLACED_SOON_S = 5.0  # after which a worker that Ray has not placed is reported
+PLACED_SOON_S = 10.0  # after which a worker that Ray has not placed is reported
 PLACED_BYTES = 1
 """Of memory, for each actor without other needs. Ray places an actor that needs nothing on a random node, whatever its
 scheduling strategy says, unless that is a hard affinity (GetBestSchedulableNode in Ray 2.60)."""

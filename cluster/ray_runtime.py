@@ -3,9 +3,7 @@
 One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
 process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
 
-Ray on this machine is started with only the parts that Tandem uses: GCS, raylet and the raylet's two agents, on
-loopback, with its own token. Its autoscaler monitor, log monitor and API server stay off: they would cost some 250 MB
-and half of the start.
+Ray on this machine is started with only the parts that Tandem uses (cluster/local_ray), with its own token.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15: behind
 
 import psutil
 import ray
-import ray._private.node
 import ray._private.worker
 from ray.exceptions import RayError
 
+from cluster.local_ray.small_node import small_node
 from cluster.placement import POOLS, Placement, check_gpus, check_registry
 from cluster.ray_actors import (
     NAMESPACE,
@@ -131,7 +129,7 @@ class Runtime:
         os.environ.pop("RAY_AUTH_MODE", None)  # absent: Ray asks for a token, and reads its configuration again
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
         before = set(psutil.Process().children())
-        with _small_node():
+        with small_node():
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -248,29 +246,6 @@ def _log(data: dict[str, Any], **_: Any) -> None:
 
 def _quiet() -> dict[str, Any]:
     return {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
-
-
-@contextmanager
-def _small_node() -> Iterator[None]:
-    """Inside the block, ray.init() starts only the necessary parts, on loopback. It has no arguments for that; a
-    version of Ray in which these attributes have changed fails tests/cluster/test_local_cluster.py."""
-
-    class SmallNode(ray._private.node.Node):
-        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-            ray_params.update_if_absent(node_ip_address="127.0.0.1")
-            ray_params.no_monitor = True
-            ray_params.include_log_monitor = False
-            super().__init__(ray_params, *args, **kwargs)
-
-        def start_api_server(self, **_: Any) -> None:
-            """Would do nothing here: without the dashboard it only loads usage statistics."""
-
-    original = ray._private.node.Node
-    vars(ray._private.node)["Node"] = SmallNode
-    try:
-        yield
-    finally:
-        vars(ray._private.node)["Node"] = original
 
 
 @contextmanager

@@ -127,6 +127,16 @@ def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalC
             assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
 
 
+def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
+    """In the place of its agents, which would import Ray and serve nothing here, run two scripts that need no library."""
+    found = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    of_ray = {Path(words[0]).name for words in found if words and "ray/core/src/ray" in words[0]}
+    assert of_ray == {"gcs_server", "raylet"}
+    idle = [words for words in found if any(word.endswith("idle_agent.py") for word in words)]
+    assert len(idle) == 2
+    assert not [words for words in found if words and words[0].endswith("Agent")]
+
+
 @pytest.mark.parametrize("worker_id", ["decode-0", "router-0"])
 def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: LocalCluster, worker_id: str) -> None:
     """SIGKILL is healed without anybody's help; a router comes back on the same port."""

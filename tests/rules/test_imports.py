@@ -159,7 +159,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
-        *(("local_cluster", "kuberay"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler", "ray_nodes")),
+        *(
+            ("local_cluster", "kuberay"),
+            ("ray_runtime",),
+            ("ray_actors", "local_ray"),
+            ("supervisor", "autoscaler", "ray_nodes"),
+        ),
         *(
             ("reconcile_plan", "autoscale_policy", "model_clusters", "placement"),
             ("state",),
@@ -195,7 +200,13 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 
 # One file for each outside system.
 ONLY_IN = {
-    "ray": ["cluster/kuberay/driver.py", "cluster/ray_actors.py", "cluster/ray_nodes.py", "cluster/ray_runtime.py"],
+    "ray": [
+        "cluster/kuberay/driver.py",
+        "cluster/local_ray/",
+        "cluster/ray_actors.py",
+        "cluster/ray_nodes.py",
+        "cluster/ray_runtime.py",
+    ],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "triton": ["engine/gpu/", "loadtest/microbench/machine_code.py"],
