@@ -128,7 +128,7 @@ def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalC
 
 
 def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
-    """In the place of its agents, which would import Ray and serve nothing here, run two scripts that need no library."""
+    """In the place of its agents, which would import Ray and serve nothing here, two scripts without a library run."""
     found = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     of_ray = {Path(words[0]).name for words in found if words and "ray/core/src/ray" in words[0]}
     assert of_ray == {"gcs_server", "raylet"}
