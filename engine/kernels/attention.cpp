@@ -150,18 +150,18 @@ void keys_panel(const Rows<T>& keys, typename D::W* panel) {
   using W = typename D::W;
   const auto& rows = keys.here;
   const int64_t dim = keys.dim;
-#ifdef CPU_CAPABILITY_AVX512
-  if constexpr (LOADED<T, W>) {  // 16 rows of 16 words at a time; a word is the GROUP elements of a lane
+#ifdef TANDEM_WORDS
+  if constexpr (LOADED<T, W>) {  // LANES rows of LANES words at a time; a word is the GROUP elements of a lane
     const int64_t words = (dim + D::GROUP - 1) / D::GROUP;
     for (int64_t t = 0; t < KEYS; t += LANES) {
       keys.fetch(t, t + LANES);
       for (int64_t word = 0; word < words; word += LANES) {
-        __m512i in[LANES];
+        WordVec in[LANES];
         const int64_t count = std::min<int64_t>(LANES * D::GROUP, dim - word * D::GROUP);
         for (int i = 0; i < LANES; ++i) in[i] = words_of<W>(rows[t + i], word * D::GROUP, count);
         transpose(in);
         const int64_t valid = std::min<int64_t>(LANES, words - word);
-        for (int64_t i = 0; i < valid; ++i) _mm512_storeu_si512(panel + ((word + i) * KEYS + t) * D::GROUP, in[i]);
+        for (int64_t i = 0; i < valid; ++i) put_words(in[i], panel + ((word + i) * KEYS + t) * D::GROUP);
       }
     }
     return;
@@ -188,12 +188,12 @@ void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
     }
     return;
   }
-#ifdef CPU_CAPABILITY_AVX512
-  if constexpr (QUANTISED<T> && D::GROUP == 1) {
+#ifdef TANDEM_WORDS
+  if constexpr (LOADED<T, W> && D::GROUP == 1) {
     for (int64_t t = 0; t < KEYS; ++t) {
       values.fetch(t, t + 1);
       for (int64_t d = 0; d < wide; d += LANES)
-        _mm512_storeu_si512(panel + t * wide + d, words_of<W>(rows[t], d, std::clamp<int64_t>(dim - d, 0, LANES)));
+        put_words(words_of<W>(rows[t], d, std::clamp<int64_t>(dim - d, 0, LANES)), panel + t * wide + d);
     }
     return;
   }

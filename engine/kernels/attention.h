@@ -48,10 +48,19 @@ struct Reach {
 template <typename T>
 constexpr bool QUANTISED = sizeof(T) == 1;
 
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#define TANDEM_WORDS
+#endif
+
 #ifdef CPU_CAPABILITY_AVX512
-// Whether words_of loads rows of T as vectors of W.
+// Whether words_of loads rows of T as vectors of W. bfloat16 as float, in a build without VCVTNE2PS2BF16, has compiled
+// and has not run.
 template <typename T, typename W>
-constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
+constexpr bool LOADED = sizeof(T) <= sizeof(W);
+
+using WordVec = __m512i;  // LANES words of 32 bits
+
+inline void put_words(WordVec from, void* to) { _mm512_storeu_si512(to, from); }
 
 inline __m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 
@@ -80,7 +89,7 @@ inline __m512i widened_to(c10::BFloat16, __m256i bytes, Fp8) {
 
 // Elements [at, at + count) of a row as W, then zeros; all zeros if the row is null.
 template <typename W, typename T>
-__m512i words_of(const T* row, int64_t at, int64_t count) {
+WordVec words_of(const T* row, int64_t at, int64_t count) {
   if (row == nullptr || count <= 0) return _mm512_setzero_si512();
   if constexpr (QUANTISED<T> && sizeof(W) == 4)
     return widened_to(W(), _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), row + at), T());
@@ -88,6 +97,9 @@ __m512i words_of(const T* row, int64_t at, int64_t count) {
     return widened_to(W(), _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1ull << count) - 1), row + at), T());
   else if constexpr (sizeof(T) == 4)
     return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
+  else if constexpr (sizeof(W) == 4)
+    return _mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), row + at)), 16);
   else
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
 }
@@ -113,6 +125,61 @@ __m512i words_of(const T* row, int64_t at, int64_t count) {
     m[at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0x88);
     m[8 + at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0xdd);
   }
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+template <typename T, typename W>
+constexpr bool LOADED = true;  // W is float
+
+using WordVec = __m256i;  // LANES words of 32 bits
+
+inline void put_words(WordVec from, void* to) { _mm256_storeu_si256(static_cast<__m256i*>(to), from); }
+
+inline WordVec widened(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
+inline WordVec widened(const c10::BFloat16* from) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
+}
+
+inline WordVec widened(const int8_t* from) {
+  return (__m256i)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+
+// As with AVX-512 above: adds 120 to the exponent of all but zero.
+inline WordVec widened(const Fp8* from) {
+  const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(codes, 20), _mm256_set1_epi32(static_cast<int>(0x87f00000)));
+  const __m256i none = _mm256_cmpeq_epi32(_mm256_slli_epi32(bits, 1), _mm256_setzero_si256());
+  return _mm256_add_epi32(bits, _mm256_andnot_si256(none, _mm256_set1_epi32(120 << 23)));
+}
+
+// Elements [at, at + count) of a row as float, then zeros; all zeros if the row is null.
+template <typename W, typename T>
+WordVec words_of(const T* row, int64_t at, int64_t count) {
+  static_assert(std::is_same_v<W, float>);
+  if (row == nullptr || count <= 0) return _mm256_setzero_si256();
+  if (count >= LANES) return widened(row + at);
+  T padded[LANES] = {};
+  std::memcpy(padded, row + at, count * sizeof(T));
+  return widened(padded);
+}
+
+// Transposes a matrix of 8 by 8 words of 32 bits.
+[[gnu::always_inline]] inline void transpose(__m256i (&m)[LANES]) {
+  __m256i n[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    n[i] = _mm256_unpacklo_epi32(m[i], m[i + 1]);
+    n[i + 1] = _mm256_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int half = 0; half < 2; ++half) {
+      m[i + 2 * half] = _mm256_unpacklo_epi64(n[i + half], n[i + 2 + half]);
+      m[i + 2 * half + 1] = _mm256_unpackhi_epi64(n[i + half], n[i + 2 + half]);
+    }
+  for (int at = 0; at < 4; ++at) {
+    n[at] = _mm256_permute2x128_si256(m[at], m[4 + at], 0x20);
+    n[4 + at] = _mm256_permute2x128_si256(m[at], m[4 + at], 0x31);
+  }
+  for (int i = 0; i < LANES; ++i) m[i] = n[i];
 }
 #endif
 
