@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-NOT_OF_THE_WORKER = ("--language=", "--serialized-runtime-env-context=")
+LANGUAGE, CONTEXT = "--language=", "--serialized-runtime-env-context="
 
 if __name__ == "__main__":
-    worker = [one for one in sys.argv[1:] if not one.startswith(NOT_OF_THE_WORKER)]
+    if prepared := [one for one in sys.argv if one.startswith(CONTEXT) and one != f"{CONTEXT}{{}}"]:
+        sys.exit(f"a Ray that `tandem up` starts prepares no runtime environment: {prepared[0]}")
+    worker = [one for one in sys.argv[1:] if not one.startswith((LANGUAGE, CONTEXT))]
     os.execv(sys.executable, [sys.executable, *worker])

@@ -1,7 +1,7 @@
 """A node of Ray with only the parts that Tandem uses: GCS and raylet, on loopback.
 
-The autoscaler's monitor, the log monitor, the API server and the agents stay off: they would cost some 400 MB and most
-of the start.
+The autoscaler's monitor, the log monitor, the API server and the agents stay off: they would cost some 400 MB and more
+than half of the start.
 """
 
 from __future__ import annotations

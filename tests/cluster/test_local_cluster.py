@@ -26,6 +26,8 @@ from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER
 
+SETUP_WORKER = Path(local_cluster.__file__).parent / "local_ray/setup_worker.py"
+
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 SOON_S = 90.0
@@ -135,6 +137,21 @@ def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
     idle = [words for words in found if any(word.endswith("idle_agent.py") for word in words)]
     assert len(idle) == 2
     assert not [words for words in found if words and words[0].endswith("Agent")]
+    (raylet,) = [words for words in found if words and words[0].endswith("/raylet")]
+    assert any(word.startswith("--python_worker_command=") and str(SETUP_WORKER) in word for word in raylet)
+
+
+def test_a_worker_of_our_ray_is_what_ray_asks_for_or_nothing(tmp_path: Path) -> None:
+    """Its script and arguments, in the same process; with an environment to prepare it does not start."""
+    script = tmp_path / "worker.py"
+    script.write_text("import os, sys; print(os.getpid(), sys.argv[1:])")
+    asked = [sys.executable, str(SETUP_WORKER), str(script), "--node=a b", "--language=PYTHON"]
+    context = "--serialized-runtime-env-context="
+    with subprocess.Popen([*asked, f"{context}{{}}"], stdout=subprocess.PIPE, text=True) as started:
+        assert started.communicate(timeout=30)[0] == f"{started.pid} ['--node=a b']\n"
+    refused = subprocess.run([*asked, f'{context}{{"env_vars": {{}}}}'], capture_output=True, text=True, timeout=30)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "runtime environment" in refused.stderr
 
 
 @pytest.mark.parametrize("worker_id", ["decode-0", "router-0"])

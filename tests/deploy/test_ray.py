@@ -3,7 +3,6 @@ pods."""
 
 from __future__ import annotations
 
-import functools
 import secrets
 import socket
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -75,11 +75,11 @@ def start(folder: Path) -> Iterator[Start]:
         yield begin
 
 
-def node(begin: Callable[[], Pod]) -> Pod:
+def node(start: Start, *about: str, **more: Any) -> Pod:
     """A pod whose raylet is a node of the cluster. One that ends before is started again, as kubelet does it: Ray gives
     the agents of a raylet 15 s to start (ray-project/ray, issue 65983), which take 8 s of a Zen 3 beside one worker."""
     for _ in range(STARTS):
-        pod = begin()
+        pod = start(*about, **more)
         until(lambda said=pod.process: JOINED in said.text() or said.popen.poll() is not None)
         if pod.process.popen.poll() is None:
             break
@@ -168,12 +168,12 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     At last an upgrade lets pods serve either pool: a worker in such a pod changes its pool with its process, and one in
     an older pod does not."""
     start("valkey").wait_ready()
-    head = node(lambda: start("head", container="head"))
+    head = node(start, "head", container="head")
     head.wait_ready()
     driver = start("head", container="driver")
     nodes = {}
     for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
-        nodes[pool] = node(functools.partial(start, pool))
+        nodes[pool] = node(start, pool)
         nodes[pool].wait_ready()
     router = start("router")
     try:
@@ -185,7 +185,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers)
         expected = client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids
         client.scale(decode=2)
-        nodes["decode-1"] = node(lambda: start("decode", "1"))
+        nodes["decode-1"] = node(start, "decode", "1")
         when(client, workers | {"decode-1": nodes["decode-1"].ip})
         before = {one.worker_id: one.incarnation for one in client.workers().workers}
         tokens: list[int] = []
@@ -198,7 +198,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
                 end(driver)
         assert tokens == expected
         (folder / "r/ray/ray_current_cluster").unlink()  # a new pod has an empty folder
-        head = node(lambda: start("head", container="head"))
+        head = node(start, "head", container="head")
         driver = start("head", container="driver")
         driver.process.wait_for("ready")
         after = {one.worker_id: one.incarnation for one in client.workers().workers}
@@ -210,7 +210,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
             leaves.terminate()
             leaves.ended()
         assert again == []
-        lost = node(lambda: start("decode", "2"))
+        lost = node(start, "decode", "2")
         when(client, workers | {"decode-2": lost.ip})
         with load(client, expected, "decode-2") as again:
             end(lost)
@@ -220,7 +220,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers)  # the end of the driver ends nothing
         driver = start("head", container="driver", of=EITHER)
         driver.process.wait_for("ready")
-        either = node(lambda: start("decode", "3", of=EITHER))
+        either = node(start, "decode", "3", of=EITHER)
         when(client, workers | {"decode-1": either.ip})
         process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
         client.scale(prefill=2, decode=1)

@@ -326,7 +326,7 @@ async def leave(router: Any) -> None:
 async def test_a_batch_survives_its_router(inside: Any, monkeypatch: pytest.MonkeyPatch, lost: Any) -> None:
     """Another one continues it: each line has one answer, which is what it would have been without the loss."""
     for module in (job_runner, batch_runner):
-        monkeypatch.setattr(module, "LEASE_S", 0.6)
+        monkeypatch.setattr(module, "LEASE_S", 2.0)  # a busy machine keeps a shorter one too seldom
     seeds = {str(number): {"temperature": 0.9, "seed": number} for number in range(24)}
     bodies = {name: said("Tell", **{"max_tokens": 30, "ignore_eos": True, **seed}) for name, seed in seeds.items()}
     async with demo(inside) as cluster:
@@ -350,7 +350,7 @@ async def test_a_batch_survives_its_router(inside: Any, monkeypatch: pytest.Monk
             good, bad = await results(client, batch)
             assert (batch.status, bad) == ("completed", {})
             assert good.keys() == bodies.keys()
-            assert (await other.batch_store.batch("", batch.id)).generation >= 2  # 3: it missed its own short lease
+            assert (await other.batch_store.batch("", batch.id)).generation == 2
             for name, body in bodies.items():
                 _, expected = await http_answer(other, CHAT, body)
                 assert comparable(good[name]["response"]["body"]) == comparable(expected), name

@@ -93,9 +93,9 @@ def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def names_loss(receipt: Any, worker: str) -> bool:
-    """Whether an attempt ended because of this worker. A starved machine may end others, by gRPC's keepalive."""
-    return receipt.attempts > 1 and any(note.startswith("attempt ") and worker in note for note in receipt.notes)
+def names(receipt: Any, worker: str) -> bool:
+    """Whether an attempt ended because of this worker. Others may have, on a machine that is too busy for keepalive."""
+    return any(note.startswith("attempt ") and worker in note for note in receipt.notes)
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
@@ -106,10 +106,11 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[in
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
-        moved = [receipt for receipt in receipts if names_loss(receipt, "decode-0")]
-        assert moved, [list(receipt.notes) for receipt in receipts]
+        moved = [receipt for receipt in receipts if receipt.attempts > 1]
+        assert moved, "the kill must have hit streams"
         if decodes == 1:
-            assert len(moved) == STREAMS, [list(receipt.notes) for receipt in receipts]
+            assert len(moved) == STREAMS
+        assert all(names(receipt, "decode-0") for receipt in moved), [list(receipt.notes) for receipt in moved]
         cluster.wait_balanced()
 
 
@@ -180,8 +181,9 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         await running
         await client.close()
         assert [ids(one) for one in pieces] == expected
-        receipts = [one[-1].receipt for one in pieces]
-        assert any(names_loss(receipt, "decode-0") for receipt in receipts), [list(one.notes) for one in receipts]
+        moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]
+        assert moved
+        assert all(names(receipt, "decode-0") for receipt in moved), [list(receipt.notes) for receipt in moved]
         victim.kill()
         cluster.wait_until(lambda: not cluster.audit_faults(), "balanced", explain=cluster.audit_faults)
 
