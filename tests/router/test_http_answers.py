@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from openai._streaming import SSEDecoder
 
 from services.router.frontend.anthropic.messages_answer import MessagesAnswer
 from services.router.frontend.http_answers import Streaming
-from services.router.frontend.json_body import SSE_COMMENT
+from services.router.frontend.json_body import SSE_BLANK
 from services.router.frontend.openai.openai_answers import Answer
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
 from tandem.errors import Busy, TandemError
@@ -120,8 +121,9 @@ async def test_a_refusal_before_anything_was_written_has_its_status(
 
 
 def test_what_says_so_is_ignored_by_each_kind_of_client() -> None:
-    """Anthropic's has an event for it; a comment is no event at all."""
+    """Anthropic's has an event for it; blank lines are no event at all, also for a client that strips each read."""
     assert MessagesAnswer.keep_alive == b'event: ping\ndata: {"type": "ping"}\n\n'
-    assert Answer.keep_alive == ResponsesAnswer.keep_alive == SSE_COMMENT
-    assert SSE_COMMENT.startswith(b":")
-    assert SSE_COMMENT.endswith(b"\n\n")
+    assert Answer.keep_alive == ResponsesAnswer.keep_alive == SSE_BLANK
+    assert not SSE_BLANK.strip()
+    reads = [SSE_BLANK, b'data: {"a": 1}\n\n', SSE_BLANK, SSE_BLANK, b"data: [DONE]\n\n"]
+    assert [event.data for event in SSEDecoder().iter_bytes(iter(reads))] == ['{"a": 1}', "[DONE]"]

@@ -64,7 +64,9 @@ def to_json(value: object) -> bytes:
     return encode(value).encode()
 
 
-SSE_COMMENT = b": keep-alive\n\n"  # a comment, which is no event (WHATWG HTML, 9.2.6)
+# Blank lines are no event (WHATWG HTML, 9.2.6). A comment is none either, but `vllm bench serve` strips what arrives
+# alone, joins a comment to the event after it, and counts the whole stream as failed.
+SSE_BLANK = b"\n\n"
 
 
 def to_sse(value: object) -> bytes:

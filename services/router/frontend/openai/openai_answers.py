@@ -13,7 +13,7 @@ from typing import Any
 from services.router.answer.part_messages import parts_of
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning
 from services.router.frontend.http_answers import Events
-from services.router.frontend.json_body import SSE_COMMENT, encode
+from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.logprobs_json import Scored, joined_json, scored_tokens
 from services.router.frontend.openai.openai_protocol import Chat, Completions
@@ -57,7 +57,7 @@ class Answer(ABC):
     """Encodes the events of one HTTP request as JSON. A subclass has the format of one endpoint."""
 
     prefix = ""
-    keep_alive = SSE_COMMENT
+    keep_alive = SSE_BLANK
     whole_object = ""
     chunk_object = ""
 

@@ -16,7 +16,7 @@ from typing import Any
 from services.router.answer.part_messages import parts_of
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from services.router.frontend.http_answers import Events
-from services.router.frontend.json_body import SSE_COMMENT, encode
+from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
@@ -41,7 +41,7 @@ Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
 class ResponsesAnswer:
     """Encodes the events of one request."""
 
-    keep_alive = SSE_COMMENT
+    keep_alive = SSE_BLANK
 
     def __init__(
         self, body: Responses, response_id: str, shown: bytes, tokenizer: Tokenizer, keep: Keep | None
