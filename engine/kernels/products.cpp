@@ -402,9 +402,9 @@ void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<
 
 static_assert(PANEL == TILES_WIDE * LANES);
 
-// Stores `rows` rows and `columns` columns of one panel's sums of 16 rows: plus bias, rounded, plus beside.
-void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16* beside, BFloat16* y, int64_t stride,
-           int64_t columns) {
+// Stores `rows` rows and `columns` columns of one panel's sums: plus bias, rounded, plus beside.
+[[gnu::always_inline]] inline void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16* beside,
+                                         BFloat16* y, int64_t stride, int64_t columns) {
   for (int64_t c = 0; c < TILES_WIDE; ++c, sums += SUMS) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
@@ -447,12 +447,13 @@ void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<T
       for (of[p] = products.data(); at >= of[p]->panels(); ++of[p]) at -= of[p]->panels();
       panels[p] = of[p]->packed + at * size, first[p] = at * PANEL;
     }
-    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
+    const auto put_rows = [&](int64_t p, int64_t row, int64_t some, const float* sums) {
       const TileProduct& to = *of[p];
       const int64_t at = (from + row) * to.n + first[p];
-      leave(sums, std::min(TILE_ROWS, rows - row), to.bias == nullptr ? nullptr : to.bias + first[p],
+      leave(sums, std::min(some, rows - row), to.bias == nullptr ? nullptr : to.bias + first[p],
             to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first[p]);
-    });
+    };
+    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, put_rows);
   });
 }
 
@@ -474,10 +475,9 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
       panels[p] = both[p % 2]->packed + std::min(panel + p / 2, gated.panels() - 1) * size;
     // Results of the first weight, for each panel and these rows, kept until those of the second weight.
     auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
-    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count,
-               [&](int64_t p, int64_t row, const float* sums) {
+    const auto put_rows = [&](int64_t p, int64_t row, int64_t some, const float* sums) {
       const int64_t first = (panel + p / 2) * PANEL, columns = std::min(PANEL, n - first);
-      const int64_t height = std::min(TILE_ROWS, rows - row);
+      const int64_t height = std::min(some, rows - row);
       const TileProduct& of = *both[p % 2];
       const BFloat16* bias = of.bias == nullptr ? nullptr : of.bias + first;
       BFloat16* there = half + (p / 2 * high_of(rows) * TILE_ROWS + row) * PANEL;
@@ -486,7 +486,8 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
       leave(sums, height, bias, nullptr, here, PANEL, columns);
       for (int64_t r = 0; r < height; ++r)
         gate(there + r * PANEL, here + r * PANEL, gated.y + (from + row + r) * n + first, columns, act);
-    });
+    };
+    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count, put_rows);
   });
 }
 

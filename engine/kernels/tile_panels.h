@@ -3,7 +3,8 @@
 // x is packed in tiles [m / 16][k / 32][16][32], with rows and k padded with zeros; up to 16 rows of whole steps of k
 // are read in place. A panel is [k / 32][3][16 pairs][16][2]: three tiles of B for each step, in the order of reading.
 // Up to 32 rows read the weight once, panel by panel from front to back. More rows take DEEP steps of k of one panel at
-// a time, which stay in L1 while all rows pass; partial sums are stored in memory, which changes no bits.
+// a time, while all rows pass; partial sums are stored in memory, which changes no bits. Each 32 rows' sums leave while
+// the next are computed: tiles and vectors are different units of the processor.
 #pragma once
 
 #include "ops.h"
@@ -20,7 +21,7 @@ namespace tandem {
 
 constexpr int64_t TILES_WIDE = 3;                               // of a panel
 constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
-constexpr int64_t DEEP = 8;                                     // at most: 24 KiB of each panel
+constexpr int64_t DEEP = 32;                                    // at most: 96 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t BEHIND = 2;                                   // further panels named, which are only prefetched
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
@@ -68,9 +69,11 @@ struct TileRows {
 
 // Two by three tiles of sums += the rows `upper` and `lower` of x times `steps` steps of a panel. Registers: 0 to 2 the
 // upper rows' sums, 3 to 5 the lower rows'. Before each tile of the panel it prefetches LINES lines, from `soon` on.
-template <int LINES, typename M>
+// Calls beside(step) in each step.
+template <int LINES, typename M, typename B>
 [[gnu::always_inline]] inline void add_steps(M& tiles, const c10::BFloat16* upper, const c10::BFloat16* lower,
-                                             const c10::BFloat16* panel, int64_t steps, const c10::BFloat16* soon) {
+                                             const c10::BFloat16* panel, int64_t steps, const c10::BFloat16* soon,
+                                             const B& beside) {
   const char* line = reinterpret_cast<const char*>(soon);
   const auto fetch = [&] {
 #pragma GCC unroll 16
@@ -94,6 +97,7 @@ template <int LINES, typename M>
     tiles.template dot<4, 6, 7>();
     tiles.template load<7>(panel, WIDTH_BYTES);
     tiles.template dot<3, 6, 7>();
+    beside(s);
   }
 }
 
@@ -161,11 +165,12 @@ void read_panels(M& tiles, const TileRows& x, int64_t steps, const c10::BFloat16
     zero_sums<P>(tiles);
     read_steps<P>(tiles, x, panels + p, steps);
     store_sums<P>(tiles, out);
-    for (int64_t i = 0; i < P; ++i) leave(p + i, int64_t{0}, out + i * TILES_WIDE * SUMS);
+    for (int64_t i = 0; i < P; ++i) leave(p + i, int64_t{0}, TILE_ROWS, out + i * TILES_WIDE * SUMS);
   }
-  if constexpr (P > 1) read_panels<1>(tiles, x, steps, panels + p, count - p, [&](int64_t at, int64_t row, const float* sums) {
-    leave(p + at, row, sums);
-  });
+  if constexpr (P > 1)
+    read_panels<1>(tiles, x, steps, panels + p, count - p, [&](int64_t at, int64_t row, int64_t some, const float* sums) {
+      leave(p + at, row, some, sums);
+    });
 }
 
 // The same for 17 to 32 rows, which are packed in tiles.
@@ -175,25 +180,43 @@ void read_panels_twice(M& tiles, const c10::BFloat16* x, int64_t steps, const c1
   alignas(LINE) float out[2 * TILES_WIDE * SUMS];
   for (int64_t p = 0; p < count; ++p) {
     zero_sums<2>(tiles);
-    add_steps<TILE_ROWS>(tiles, x, x + steps * TILE, panels[p], steps, panels[p] + 2 * TILE);
+    add_steps<TILE_ROWS>(tiles, x, x + steps * TILE, panels[p], steps, panels[p] + 2 * TILE, [](int64_t) {});
     store_sums<2>(tiles, out);
-    leave(p, int64_t{0}, out);
-    leave(p, TILE_ROWS, out + TILES_WIDE * SUMS);
+    leave(p, int64_t{0}, TILE_ROWS, out);
+    leave(p, TILE_ROWS, TILE_ROWS, out + TILES_WIDE * SUMS);
   }
 }
 
+// Sums of up to 32 rows and one panel: two by three tiles. They leave row by row.
+struct Leaving {
+  const float* sums = nullptr;
+  int64_t panel = 0, row = 0, rows = 0;
+
+  // Calls f(panel, row, some, sums) for the share of the rows that step `s` of `steps` takes.
+  template <typename F>
+  void share(int64_t s, int64_t steps, const F& f) const {
+    for (int64_t from = rows * s / steps, end = rows * (s + 1) / steps, some; from < end; from += some) {
+      some = std::min(end, (from / TILE_ROWS + 1) * TILE_ROWS) - from;
+      f(panel, row + from, some, sums + from / TILE_ROWS * TILES_WIDE * SUMS + from % TILE_ROWS * LANES);
+    }
+  }
+};
+
 // Rows of x times `count` panels of equal length; `panels` names BEHIND more, to be prefetched. More than 16 rows are
-// in tiles. Calls leave(panel, row, sums) for each panel and each 16 rows: three consecutive tiles [16][16] of float.
+// in tiles. Calls leave(panel, row, some, sums) for each panel and each row once, `some` rows of 16 at a time; vector c
+// of a row is LANES floats at sums + c * SUMS, the next row LANES further.
 template <typename M, typename L>
 void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
                 int64_t count, const L& leave) {
   const int64_t high = high_of(rows);
   if (high == 1) return read_panels<2>(tiles, x, steps, panels, count, leave);
   if (high == 2) return read_panels_twice(tiles, x.at, steps, panels, count, leave);
-  alignas(LINE) float out[2 * TILES_WIDE * SUMS];
+  constexpr int64_t SIZE = 2 * TILES_WIDE * SUMS;
+  alignas(LINE) float out[2][SIZE];
+  Leaving before;  // complete, and leaves while the next are computed
   const int64_t pairs = (high + 1) / 2;
-  float* waiting = own_memory<1, float>(count * pairs * 2 * TILES_WIDE * SUMS);
   const int64_t blocks = (steps + DEEP - 1) / DEEP;
+  float* waiting = own_memory<1, float>(blocks == 1 ? 0 : count * pairs * SIZE);
   for (int64_t block = 0, from = 0, deep; block < blocks; ++block, from += deep) {
     deep = steps * (block + 1) / blocks - from;
     const bool first = from == 0, last = from + deep == steps;
@@ -203,7 +226,7 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
       for (int64_t pair = 0; pair < pairs; ++pair) {
         const auto* upper = x.at + (2 * pair * steps + from) * TILE;
         const auto* lower = 2 * pair + 1 < high ? upper + steps * TILE : upper;
-        float* kept = waiting + (p * pairs + pair) * 2 * TILES_WIDE * SUMS;
+        float* kept = waiting + (p * pairs + pair) * SIZE;
         if (first) {
           zero_sums<2>(tiles);
         } else {
@@ -214,10 +237,11 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
           tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
           tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
         }
+        const auto beside = [&](int64_t s) { before.share(s, deep, leave); };
         // Each pair of tiles of rows prefetches an equal share of the next block, to limit outstanding cache misses.
         const auto add = [&]<int LINES>() {
           constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // elements per step
-          add_steps<LINES>(tiles, upper, lower, panel, deep, next + pair * deep * SHARE);
+          add_steps<LINES>(tiles, upper, lower, panel, deep, next + pair * deep * SHARE, beside);
         };
         if (pairs >= TILE_ROWS)
           add.template operator()<1>();
@@ -227,13 +251,14 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
           add.template operator()<4>();
         else
           add.template operator()<8>();
-        store_sums<2>(tiles, last ? out : kept);
-        if (!last) continue;
-        leave(p, 2 * pair * TILE_ROWS, out);
-        if (2 * pair + 1 < high) leave(p, (2 * pair + 1) * TILE_ROWS, out + TILES_WIDE * SUMS);
+        float* sums = last ? out[(p * pairs + pair) % 2] : kept;
+        store_sums<2>(tiles, sums);
+        const int64_t row = 2 * pair * TILE_ROWS;
+        if (last) before = {sums, p, row, std::min(2 * TILE_ROWS, rows - row)};
       }
     }
   }
+  before.share(0, 1, leave);
 }
 
 // Shares out run(tiles, panel, count, from, rows) over groups of `together` adjacent panels, of `panel_bytes` each, and

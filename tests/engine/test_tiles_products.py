@@ -19,7 +19,7 @@ from engine.kernels import weight_quantization
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 FORMATS = sorted(BITS)
-SHAPES = [(1, 1), (3, 2), (64, 32), (65, 33), (130, 577), (7, 1000)]  # weights [n, k]
+SHAPES = [(1, 1), (3, 2), (64, 32), (65, 33), (130, 577), (7, 1000), (50, 2100)]  # weights [n, k]
 ROWS = [*range(1, 34), 100, 600]
 GROUPS = [2, 30, 32, 34, 64, 96, 128, 512]
 
