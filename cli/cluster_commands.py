@@ -207,7 +207,7 @@ def plan(
             from planner.ranks import of_ranks
 
             shape = of_ranks(shape, model, tp)
-        lengths = {length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context}
+        lengths = {min(length, shape.context or length) for length in (512, 2048, 8192, 32768, shape.context or 131072)}
         plan = capacity(
             shape,
             memory=int(memory * 2**30),

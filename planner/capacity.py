@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Shape:
     kv_heads: int
     k_dim: int
     v_dim: int
-    context: int
+    context: int | None  # None where no position has a limit
     parameters: int
     stored_bytes: int
     why: str  # how the KV size was found, in words
@@ -116,10 +117,9 @@ def read_shape(folder: Path) -> Shape:
     config = config.get("text_config") or config
     kinds = config.get("layers_block_type")  # some name nothing else
     layers = len(kinds) if kinds else _first(config, "num_hidden_layers", "n_layer", "n_layers")
-    heads = _first(config, "num_attention_heads", "n_head", "n_heads")
-    hidden = _first(config, "hidden_size", "n_embd", "d_model")
     shapes, stored = _weights(folder)
     states, attend = recurrent.read(shapes, config)
+    attention_layers = len(attend) if states.convolutions else layers
     products, coded = _products(shapes), None
     if asked.get("quant_method") in METHODS:
         try:
@@ -132,8 +132,11 @@ def read_shape(folder: Path) -> Shape:
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         kv_heads, k_dim, v_dim = 1, latent, rope
         why = f"latent attention: {latent} + {rope} elements per token and layer"
+    elif not attention_layers:
+        kv_heads, k_dim, v_dim, why = 0, 0, 0, "no attention"
     else:
-        k_dim = v_dim = config.get("head_dim") or hidden // heads
+        heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+        k_dim = v_dim = config.get("head_dim") or _first(config, "hidden_size", "n_embd", "d_model") // heads
         # a config may carry num_key_value_heads without grouping anything (OPT): the projection's shape decides
         kv_heads = key_width // k_dim or config.get("num_key_value_heads") or heads
         why = f"2 x {kv_heads} KV heads (of {heads} heads) x {k_dim} elements per token and layer"
@@ -143,7 +146,7 @@ def read_shape(folder: Path) -> Shape:
         kv_heads=kv_heads,
         k_dim=k_dim,
         v_dim=v_dim,
-        context=_first(config, "max_position_embeddings", "n_positions", "n_ctx"),
+        context=_context(config, required=attention_layers > 0),
         parameters=sum(map(math.prod, shapes.values())),
         stored_bytes=stored,
         why=why,
@@ -151,7 +154,7 @@ def read_shape(folder: Path) -> Shape:
         quantised={} if asked else {format: _quantised(shapes, format) for format in BITS},
         ready=bool(asked),
         coded=coded,
-        attention_layers=len(attend) if states.convolutions else layers,
+        attention_layers=attention_layers,
         states=states,
     )
 
@@ -197,7 +200,10 @@ def capacity(
         tokens=blocks * block_size,
         state_slots=states,
         concurrency={length: blocks // (-(-length // block_size) + copy) for length in contexts},
-        longest={count: min(shape.context, max(0, blocks // count - copy) * block_size) for count in concurrencies},
+        longest={
+            count: min(shape.context or sys.maxsize, max(0, blocks // count - copy) * block_size)
+            for count in concurrencies
+        },
     )
 
 
@@ -257,6 +263,11 @@ def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
         n, k = next(tied, (0, 0))
         total += weight_bytes(n, k, of_head(format)) if n else 0
     return total
+
+
+def _context(config: dict[str, Any], *, required: bool) -> int | None:
+    names = ("max_position_embeddings", "n_positions", "n_ctx")
+    return _first(config, *names) if required or any(name in config for name in names) else None
 
 
 def _first(config: dict[str, Any], *names: str) -> int:

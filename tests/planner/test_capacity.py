@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from cli.main import app
 from engine import kernels
 from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
@@ -147,6 +149,28 @@ def test_states_of_recurrent_layers_are_as_large_as_the_engines(tmp_path: Path, 
     assert shape.block_bytes(16, dtype) == layout.block_bytes
     assert shape.state_blocks(16, dtype) == layout.state_blocks
     assert shape.weight_bytes(dtype) == pytest.approx(model.weight_bytes, rel=1e-3)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_without_attention_needs_no_heads_and_no_longest_context(tmp_path: Path) -> None:
+    """Configs of Mamba state neither. The control: with attention both are needed."""
+    shape = read_shape(without(make_checkpoint(tmp_path / "pure", "tiny-mamba2", dtype="float32")))
+    model = load_model(str(tmp_path / "pure"), dtype=torch.float32, device=torch.device("cpu"), max_model_len=100)
+    assert shape.block_bytes(16, "float32") == model.layout(16).block_bytes
+    assert (shape.context, shape.kv_bytes_per_token("float32")) == (None, 0)
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "pure"), "--dtype", "float32"])
+    assert done.exit_code == 0
+    assert "no attention" in done.output
+    with pytest.raises(CheckpointRefused, match="num_attention_heads"):
+        read_shape(without(make_checkpoint(tmp_path / "other", "tiny-falcon-h1")))
+
+
+def without(folder: Path) -> Path:
+    """The checkpoint's config without what only attention needs."""
+    config = json.loads((folder / "config.json").read_text())
+    needed = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name not in needed}))
+    return folder
 
 
 @pytest.mark.parametrize("family", sorted(UNKNOWN))
