@@ -37,6 +37,7 @@ Adapters = Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help=
 DeviceMemory = Annotated[
     float | None, typer.Option(help="GiB of one rank's device: says which numbers of ranks fit.", min=0.001)
 ]
+LONGEST_SHOWN = 131072  # tokens, of a model whose context has no limit
 app = typer.Typer()
 
 
@@ -207,7 +208,8 @@ def plan(
             from planner.ranks import of_ranks
 
             shape = of_ranks(shape, model, tp)
-        lengths = {min(length, shape.context or length) for length in (512, 2048, 8192, 32768, shape.context or 131072)}
+        longest = shape.context or LONGEST_SHOWN
+        lengths = {min(length, longest) for length in (512, 2048, 8192, 32768, longest)}
         plan = capacity(
             shape,
             memory=int(memory * 2**30),

@@ -4,8 +4,7 @@
                      └── ends the listed processes that still run, keeps the logs if configured,
                          removes the run directory, ends
 
-Workers and Valkey end by themselves (cluster/exit_with_parent.py). So do Ray's, some of them a
-moment later.
+Workers and Valkey end by themselves (cluster/exit_with_parent.py). So do Ray's, some of them a moment later.
 """
 
 from __future__ import annotations
