@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -408,11 +409,13 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
     """They would give other tokens: when no worker has had its own for a while, the job fails and says so, and what was
     kept stays as it was."""
     monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
-    monkeypatch.setattr(job_runner, "MAX_LAYOUT_ABSENCE_S", 0.3)
+    monkeypatch.setattr(job_runner, "MAX_HOMELESS_S", 0.3)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         second: Any = await launch.start("router", cluster.settings, "router-1")
-        monkeypatch.setattr(second.models.first.served, "layouts", lambda: {"another"})
+        served = second.models.first.served
+        others = [replace(one, kv_meaning="another") for one in served.decode_workers()]
+        monkeypatch.setattr(served, "decode_workers", lambda: others)
         async with AsyncClient(second.address) as client:
             held(cluster.router, lambda now: len(now[0]) >= 1)
             job = await cluster.client.submit(prompt, max_tokens=400, ignore_eos=True)
@@ -732,18 +735,17 @@ async def test_a_job_that_kills_workers_is_not_tried_again(
         assert len(seen) == 1
 
 
-async def test_a_job_waits_while_some_workers_have_another_layout(
+async def test_a_job_waits_while_all_workers_have_kv_of_another_type(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of an upgrade nothing is mixed; when all have its own again it goes on."""
+    """In the middle of an upgrade; when there is one as it had it goes on."""
     monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
-    monkeypatch.setattr(job_runner, "MAX_LAYOUT_ABSENCE_S", 0.2)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         model = cluster.router.models.first.served
-        (mine,) = model.layouts()
+        (mine,) = model.decode_workers()
         with monkeypatch.context() as upgrade:
-            upgrade.setattr(model, "layouts", lambda: {mine, "another"})
+            upgrade.setattr(model, "decode_workers", lambda: [replace(mine, kv_dtype="int8")])
             job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
             await asyncio.sleep(0.5)
             waiting = await cluster.client.job(job.job_id)

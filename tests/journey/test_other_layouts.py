@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cluster.state.registry import WorkerRecord
 from engine import kernels
 from kvtransfer.types import Peer
+from services.router.routing.placement import WorkerSnapshot
+from tandem.errors import ResumeFailed
 from tests.support import oracle
-from tests.support.faults import Harm, only_first
+from tests.support.faults import Harm, only_first, slow_down
 from tests.support.memory import block_view
 from tests.support.rank_copies import rank_copies
 
@@ -192,6 +196,74 @@ async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> Non
         await check(cluster)
     assert seen[0] == seen[-1] == ""
     assert "blocks of 16 to 8 tokens" in seen
+
+
+@pytest.mark.parametrize("kind", ["stream", "job"])
+@pytest.mark.parametrize("change", [{"block_size": 16}, {"kv_dtype": "int8"}, {"weights": "other"}], ids=str)
+async def test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_else(
+    inside: Any, tiny: Path, tmp_path: Path, kind: str, change: dict[str, Any]
+) -> None:
+    """Its decode worker leaves in the middle. One that keeps KV in other blocks gives its other tokens; one with
+    another type of KV or another checkpoint never does, though it has room: a stream ends with the reason, a job waits
+    until there is one like its first."""
+    prompt, new = oracle.prompts(tiny, [30])[0], 400
+    expected = oracle.greedy(tiny, prompt, new)
+    async with inside() as cluster:
+        first, tokens = cluster.workers["decode-0"], list[int]()
+        slow_down(first)
+        if kind == "job":
+            job = await cluster.client.submit(prompt, max_tokens=new, ignore_eos=True)
+            stream = cluster.client.watch(job.job_id)
+        else:
+            stream = cluster.client.stream(prompt, max_tokens=new, ignore_eos=True)
+        error: Exception | None = None
+        try:
+            async for delta in stream:
+                if not tokens:
+                    await another(cluster, tiny, tmp_path, change)
+                    await cluster.workers.pop("decode-0").stop(0.0)
+                    if kind == "job" and "block_size" not in change:
+                        await cluster.seen(2)
+                        cluster.settings = first.settings
+                        await cluster.start_worker("decode-0")
+                tokens += delta.token_ids
+        except ResumeFailed as failed:
+            error = failed
+        goes_on = kind == "job" or "block_size" in change
+        assert (error is None) is goes_on
+        assert (tokens == expected) is goes_on
+        assert tokens == expected[: len(tokens)]
+        if not goes_on:
+            assert error.reason == "OTHER_MODEL"
+            assert await cluster.client.generate(prompt, max_tokens=NEW)  # nobody waits behind it
+
+
+async def test_control_without_the_rule_a_stream_goes_on_with_another_checkpoint(
+    inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the tokens of two models, with status OK."""
+    monkeypatch.setattr(WorkerSnapshot, "continues", lambda self, begun: True)
+    with pytest.raises(AssertionError):
+        await test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_else(
+            inside, tiny, tmp_path, "stream", {"weights": "other"}
+        )
+
+
+def other_weights(folder: Path, into: Path) -> Path:
+    """A checkpoint of the same shape."""
+    other = shutil.copytree(folder, into / folder.name)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: each.flip(-1).contiguous() for name, each in weights.items()}, other / "model.safetensors")
+    return other
+
+
+async def another(cluster: Any, tiny: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """A second decode worker, with other settings or other weights under the same name."""
+    if "weights" in change:
+        change = {"model": str(other_weights(tiny, tmp_path))}
+    cluster.settings = cluster.settings.model_copy(update=change)
+    await cluster.start_worker("decode-1")
+    await cluster.seen(3)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -12,7 +12,9 @@ import pytest
 
 from cluster.state.job_journal import Entry, Kept
 from cluster.state.job_journal import JobState as State
-from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running
+from cluster.state.registry import State as Ready
+from cluster.state.registry import WorkerRecord
+from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running, gives_its_tokens
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
 
@@ -70,12 +72,36 @@ async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
     job neither ends before its last completion nor stays open after it."""
     journal = Journal(*ended)
     generation = GIVEN(generate=Generation(*left).generate)
-    model = GIVEN(generation=generation, served=GIVEN(layouts=lambda: {"L"}))
+    model = GIVEN(generation=generation, served=GIVEN(decode_workers=lambda: [worker(layout_hash="L")]))
     runner = JobRunner(GIVEN(named=lambda name: model), RateLimits(None), GIVEN(**members(journal)))
     request = generation_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(n=3, max_tokens=4))
     kept = jobs_pb2.KeptJob(request=request, layout_hash="L", deadline=time.time() + 60)
     await runner._attempt(_Running(GIVEN(job_id="/job", generation=1, tokens=0), kept))
     assert journal.calls == told
+
+
+def worker(**said: str) -> WorkerRecord:
+    return WorkerRecord("decode-0", "decode", Ready.READY, 1, "a", "h:1", **said)
+
+
+@pytest.mark.parametrize(
+    ("said", "gives"),
+    [
+        ({"layout_hash": "L", "kv_meaning": "M", "kv_dtype": "bfloat16"}, True),
+        ({"layout_hash": "other blocks", "kv_meaning": "M", "kv_dtype": "bfloat16"}, True),
+        ({"layout_hash": "other type", "kv_meaning": "M", "kv_dtype": "int8"}, False),
+        ({"layout_hash": "other checkpoint", "kv_meaning": "N", "kv_dtype": "bfloat16"}, False),
+        ({"layout_hash": "L"}, True),  # of an older version
+        ({"layout_hash": "other blocks"}, False),
+    ],
+)
+@pytest.mark.parametrize("of_today", [True, False])
+def test_a_worker_gives_a_jobs_tokens_by_what_its_kv_means(said: dict[str, str], gives: bool, of_today: bool) -> None:
+    """Blocks of another size change no token. A job that an older version kept knows only the layout."""
+    kept = jobs_pb2.KeptJob(layout_hash="L")
+    if of_today:
+        kept.kv_meaning, kept.kv_dtype = "M", "bfloat16"
+    assert gives_its_tokens(worker(**said), kept) is (gives if of_today else said["layout_hash"] == "L")
 
 
 def members(journal: Journal) -> dict[str, Any]:

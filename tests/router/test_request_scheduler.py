@@ -13,10 +13,10 @@ import pytest
 from cluster.state.registry import State, WorkerRecord
 from services.router.routing import request_scheduler as module
 from services.router.routing import worker_table
-from services.router.routing.placement import Placement, RoutingConfig
+from services.router.routing.placement import Begun, Placement, RoutingConfig
 from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
-from tandem.errors import Busy, DeadlineExceeded, NoWorker
+from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
 
 RECORD = WorkerRecord(
     "decode-0",
@@ -45,8 +45,8 @@ def two(role: str) -> list[WorkerRecord]:
     return [replace(RECORD, worker_id=f"{role}-{number}", role=role) for number in range(2)]
 
 
-async def once(scheduler: RequestScheduler) -> Placement:
-    async with scheduler.placed(10, 20, 5.0) as placement:
+async def once(scheduler: RequestScheduler, **more: Any) -> Placement:
+    async with scheduler.placed(10, 20, 5.0, **more) as placement:
         return placement
 
 
@@ -690,8 +690,37 @@ async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobod
     )]  # fmt: skip
     scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
     async with AsyncExitStack() as stack:
-        places = [
-            await stack.enter_async_context(scheduler.placed(10, 20, 5.0, begun=True, sum_order="tile32"))
-            for _ in range(3)
-        ]
+        lost: Any = {"begun": True, "begun_with": Begun("L", "", "tile32")}
+        places = [await stack.enter_async_context(scheduler.placed(10, 20, 5.0, **lost)) for _ in range(3)]
     assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]
+
+
+@pytest.mark.parametrize("change", [{"layout_hash": "M"}, {"kv_dtype": "int8"}])
+async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens(change: dict[str, str]) -> None:
+    """At once, and it keeps no other request waiting; while no worker is known, it waits as all do."""
+    scheduler = RequestScheduler(seen(replace(RECORD, **change)), 0.2, RoutingConfig())
+    begun = Begun("L", "")
+    with pytest.raises(ResumeFailed) as failed:
+        await once(scheduler, begun=True, begun_with=begun)
+    assert failed.value.reason == "OTHER_MODEL"
+    assert (await once(scheduler)).decode.worker_id == RECORD.worker_id
+    nobody = RequestScheduler(seen(), 0.2, RoutingConfig())
+    with pytest.raises(NoWorker):
+        await once(nobody, begun=True, begun_with=begun)
+
+
+async def test_a_stream_that_waits_in_vain_keeps_nobody_else_waiting() -> None:
+    """Its last worker is gone while it waits at the head of the queue: it ends, and the next one is served."""
+    mine = replace(RECORD, worker_id="decode-1", max_running=1)
+    view = seen(mine, replace(RECORD, layout_hash="M"))
+    scheduler = RequestScheduler(view, 5.0, RoutingConfig())
+    async with scheduler.placed(10, 20, 5.0, begun=True, begun_with=Begun("L", "")):
+        waiting = asyncio.create_task(once(scheduler, begun=True, begun_with=Begun("L", "")))
+        behind = asyncio.create_task(once(scheduler))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        view.workers = {RECORD.worker_id: replace(RECORD, layout_hash="M")}
+        await scheduler.keep_up()
+        with pytest.raises(ResumeFailed):
+            await asyncio.wait_for(waiting, 1.0)
+        assert (await asyncio.wait_for(behind, 1.0)).decode.worker_id == RECORD.worker_id

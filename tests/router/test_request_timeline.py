@@ -103,7 +103,8 @@ def test_a_stream_whose_workers_sum_in_unlike_orders_says_so(attempts: list[tupl
         if gave:
             account.first_token(decode_pb2.FirstTokenTiming())
             account.sent(1)
-    assert account.sum_order == attempts[-1][1]
+    assert account.begun_with is not None
+    assert account.begun_with.sum_order == attempts[-1][1]
     job = build_request(
         generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1])), Tokenizer(None, None), MODEL
     )

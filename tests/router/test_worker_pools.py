@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.routing.path_latency import PathLatencySnapshot, PathLatencyTracker, _Estimate
-from services.router.routing.placement import Local, PathLatency, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Begun, Local, PathLatency, Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.worker_pools import SHORTLIST_SIZE, DecodePool, PrefillPool
 from services.router.routing.worker_selector import choose_decode, choose_prefill, place, queued_seconds
 
@@ -71,7 +71,7 @@ class Looked:
             self.prefills.put(one)
 
     def place(
-        self, tokens: int, ahead: int, kv_holder: str = "", cached: Mapping[str, int] = {}, order: str = ""
+        self, tokens: int, ahead: int, kv_holder: str = "", cached: Mapping[str, int] = {}, begun: Begun | None = None
     ) -> Placement | None:
         latencies = PathLatencyTracker().at(0.0)
 
@@ -79,7 +79,7 @@ class Looked:
             return cached.get(worker_id, 0)
 
         some = self.decodes.shortlist(tokens, ahead, kv_holder, cached, has)
-        decode = choose_decode(some, tokens, ahead, self.rules, kv_holder, latencies, order)
+        decode = choose_decode(some, tokens, ahead, self.rules, kv_holder, latencies, begun)
         if decode is None:
             return None
         return choose_prefill(
@@ -110,9 +110,9 @@ def test_a_few_workers_decide_as_all_of_them_do(
     kv_holder = data.draw(st.sampled_from(["", *(one.worker_id for one in decodes)]))
     names = named(cached)
     prefills = [replace(one, prompt_rate=1000.0) for one in prefills]
-    order = data.draw(st.sampled_from(ORDERS))
-    found = Looked(rules, decodes, prefills).place(*request, kv_holder, names, order)
-    assert found == place(having(decodes, names), having(prefills, names), *request, rules, kv_holder, sum_order=order)
+    begun = data.draw(st.none() | st.builds(Begun, st.sampled_from("LM"), st.just(""), st.sampled_from(ORDERS)))
+    found = Looked(rules, decodes, prefills).place(*request, kv_holder, names, begun)
+    assert found == place(having(decodes, names), having(prefills, names), *request, rules, kv_holder, begun=begun)
 
 
 @settings(max_examples=50)

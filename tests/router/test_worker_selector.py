@@ -8,9 +8,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.routing.placement import RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
 from services.router.routing.worker_selector import place
 
+SUMS = ("tile32", "pairs")
 IDLE = WorkerSnapshot(
     worker_id="decode-0",
     incarnation="a",
@@ -151,20 +152,34 @@ def test_a_stream_goes_on_where_sums_are_the_same_and_never_waits_for_that(
 ) -> None:
     """The least loaded of those with room and the same bits; where none has room, the least loaded of all. One that
     nobody lost goes to the least loaded in any case."""
-    decodes = [replace(one, sum_order=("tile32", "pairs")[number % 2]) for number, one in enumerate(decodes)]
+    decodes = [replace(one, layout_hash="L", sum_order=SUMS[number % 2]) for number, one in enumerate(decodes)]
     able = [one for one in decodes if roomy(one, *request)]
     alike = [one for one in able if one.sum_order == wanted]
-    found = place(decodes, prefills, *request, RoutingConfig("never"), sum_order=wanted)
+    found = place(decodes, prefills, *request, RoutingConfig("never"), begun=Begun("L", "", wanted))
     assert (found is None) == (not able)
     if found:
         assert loaded(found.decode) == min(map(loaded, alike or able))
         assert found.decode in (alike or able)
 
 
+@given(workers("decode"), REQUESTS, st.sampled_from("LM"), st.sampled_from(["bfloat16", "int8"]))
+def test_a_stream_goes_on_only_where_the_checkpoint_and_the_type_of_kv_are_the_same(
+    decodes: list[WorkerSnapshot], request: tuple[int, int], meaning: str, dtype: str
+) -> None:
+    """Whoever else has room would give other tokens from there on: then it is nowhere."""
+    types = ("bfloat16", "int8")
+    decodes = [replace(one, kv_dtype=types[number % 2]) for number, one in enumerate(decodes)]
+    able = [one for one in decodes if roomy(one, *request) and (one.layout_hash, one.kv_dtype) == (meaning, dtype)]
+    found = place(decodes, [], *request, RoutingConfig("never"), begun=Begun(meaning, dtype))
+    assert (found is None) == (not able)
+    assert found is None or found.decode in able
+
+
 def test_the_prefill_worker_is_chosen_whatever_its_sums_are() -> None:
     """Only what goes on with a stream is chosen by its order."""
     decode = replace(IDLE, sum_order="tile32")
     busy, idle = (replace(IDLE, worker_id=f"prefill-{number}", running=1 - number) for number in range(2))
-    found = place([decode], [replace(busy, sum_order="tile32"), idle], 8, 8, RoutingConfig("never"), sum_order="tile32")
+    prefills = [replace(busy, sum_order="tile32"), idle]
+    found = place([decode], prefills, 8, 8, RoutingConfig("never"), begun=decode.begun)
     assert found
     assert found.prefill is idle

@@ -89,7 +89,7 @@ class CompletionRunner:
             ttft_s=None if request.ttft_s is None else request.ttft_s - timeline.elapsed(),
             begun=bool(request.generated),
             follows=bool(kv_holder),
-            sum_order=timeline.sum_order,
+            begun_with=timeline.begun_with,
             alone=alone,
         ) as placement:
             before, began = request.generated, monotonic()

@@ -42,7 +42,7 @@ class RequestExecutor:
             if first.generated > 1 and not resume.deltas[other.choice]:  # otherwise its own tokens are not cached there
                 other.kv_holder = timeline.decode_worker
             with timeline.span.begin(f"choice {other.choice}") as span:
-                own = RequestTimeline(timeline.arrived, span)
+                own = RequestTimeline(timeline.arrived, span, timeline.job_begun_with)
                 own.admitted(timeline)
                 await self._runner.run(self._completion(other, own, output, resume), deadline)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from time import monotonic, time
 
 from services.router.preprocess.request import Request
-from services.router.routing.placement import Estimate, Placement
+from services.router.routing.placement import Begun, Estimate, Placement
 from tandem.telemetry.tracing import NO_SPAN, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -40,10 +40,12 @@ class ReceiptLog:
 
 
 class RequestTimeline:
-    def __init__(self, arrived: float, span: Span = NO_SPAN) -> None:
-        """`span` receives the phases that the router measures."""
+    def __init__(self, arrived: float, span: Span = NO_SPAN, job_begun_with: Begun | None = None) -> None:
+        """`span` receives the phases that the router measures. `job_begun_with` is what earlier attempts of its job
+        computed with."""
         self.arrived = arrived
         self.span = span
+        self.job_begun_with = job_begun_with
         self.attempts = 0
         self._admitted = arrived
         self._retries = 0.0  # attempts that failed or were refused, before the first token
@@ -129,9 +131,9 @@ class RequestTimeline:
         return self._placement.decode.worker_id if self._placement else ""
 
     @property
-    def sum_order(self) -> str:
-        """Of the decode worker that gave the latest tokens; "" before there are any."""
-        return self._placements[-1].decode.sum_order if self._placements else ""
+    def begun_with(self) -> Begun | None:
+        """What the decode worker computed with that gave the latest tokens; None before there are any."""
+        return self._placements[-1].decode.begun if self._placements else self.job_begun_with
 
     def sent(self, tokens: int) -> float | None:
         """These tokens are ready for the client now. Returns the seconds since the previous ones; None for the

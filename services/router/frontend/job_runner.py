@@ -17,9 +17,11 @@ import structlog
 
 from cluster.state.job_journal import JobJournal, JobRecord, Kept
 from cluster.state.job_journal import JobState as State
+from cluster.state.registry import WorkerRecord
 from services.router.models import Models
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ServedModel
+from services.router.routing.placement import Begun
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
@@ -46,7 +48,7 @@ MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
 MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
 LEASE_S = 6.0
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # between two attempts of a job
-MAX_LAYOUT_ABSENCE_S = 600.0  # after which a job fails if no worker has the KV layout that it began with
+MAX_HOMELESS_S = 600.0  # after which a job fails if no worker gives the tokens of those that it began with
 TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # a later attempt may succeed
 
 
@@ -59,7 +61,7 @@ class _Running:
     delay_s: float = MIN_RETRY_S
     charged: bool = False  # whether its prompt was charged to its tenant
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
-    homeless_since: float | None = None  # since when no worker has its layout
+    homeless_since: float | None = None  # since when no worker gives its tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -192,7 +194,7 @@ class JobRunner:
     async def _attempt(self, job: _Running) -> None:
         """Continues after the stored tokens. Raises an error that ends the attempt early."""
         model = self._models.named(job.kept.request.model)
-        self._check_layout(job, model.served)
+        begun_with = self._begun_with(job, model.served)
         key = self._rate_limits.named(job.kept.tenant)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
@@ -200,7 +202,12 @@ class JobRunner:
             entries = await self._journal.all(job.record.job_id)
             past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
             events = model.generation.generate(
-                job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
+                job.kept.request,
+                job.kept.deadline - time(),
+                tenant=key,
+                past=past,
+                headers=job.kept.trace.items,
+                begun_with=begun_with,
             )
             unfinished = choices(job.kept.request) - len(ResumeState(past).ended)  # an end may be stored twice
             async with aclosing(events):
@@ -234,26 +241,29 @@ class JobRunner:
             log.warning("job.not_kept", job=job_id, why=outcome.value)
         return outcome is Kept.KEPT
 
-    def _check_layout(self, job: _Running, served: ServedModel) -> None:
-        """A job continues only while all workers have the layout that it began with: others would generate other
-        tokens. While some have another layout (an upgrade, perhaps one that is reverted) it waits."""
-        layout = job.kept.layout_hash
-        layouts = served.layouts()
-        if layouts == {layout}:
-            job.homeless_since = None
-            return
-        if not layouts:
+    def _begun_with(self, job: _Running, served: ServedModel) -> Begun:
+        """What its tokens are computed with. Raises Unavailable while no decode worker computes with the same (an
+        upgrade, perhaps one that is reverted), and PreconditionFailed after some time."""
+        workers = served.decode_workers()
+        if not workers:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        if layout not in layouts:
-            job.homeless_since = job.homeless_since or monotonic()
-            if monotonic() - job.homeless_since > MAX_LAYOUT_ABSENCE_S:
-                raise PreconditionFailed(
-                    "the job began with another checkpoint or dtype than any worker has: the tokens would differ",
-                    reason="JOB_OF_OTHER_MODEL",
-                )
-        raise Unavailable(
-            "some workers have another checkpoint or dtype than the job began with", reason="JOB_OF_OTHER_MODEL"
-        )
+        worker = next((worker for worker in workers if gives_its_tokens(worker, job.kept)), None)
+        if worker is not None:
+            job.homeless_since = None
+            return Begun(worker.kv_meaning or worker.layout_hash, worker.kv_dtype)
+        job.homeless_since = job.homeless_since or monotonic()
+        what = "the job began with another checkpoint or type of KV than any worker has: the tokens would differ"
+        if monotonic() - job.homeless_since > MAX_HOMELESS_S:
+            raise PreconditionFailed(what, reason="JOB_OF_OTHER_MODEL")
+        raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")
+
+
+def gives_its_tokens(worker: WorkerRecord, kept: jobs_pb2.KeptJob) -> bool:
+    """Whether a decode worker has the checkpoint and the type of KV that the job began with, in blocks of any size.
+    Where one of the two is of a version that does not say so, the layouts must be equal."""
+    if worker.kv_meaning and kept.kv_meaning:
+        return (worker.kv_meaning, worker.kv_dtype) == (kept.kv_meaning, kept.kv_dtype)
+    return worker.layout_hash == kept.layout_hash
 
 
 def open_journal(settings: Settings) -> JobJournal:

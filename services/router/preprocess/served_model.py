@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.state.adapter_list import AdapterList
-from cluster.state.registry import State
+from cluster.state.registry import State, WorkerRecord
 from services.adapter_follower import AdapterFollower
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import NoWorker
@@ -21,7 +21,9 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # as ServedModel.adapters
-    layout_hash: str = ""  # of the KV: differs for another checkpoint or another dtype
+    layout_hash: str = ""  # of the KV
+    kv_meaning: str = ""  # equal layouts have equal ones, and so have layouts that differ in the size of blocks
+    kv_dtype: str = ""  # of an element of K or V
 
 
 class ServedModel:
@@ -63,14 +65,16 @@ class ServedModel:
                 eos_token_ids=tuple(longest.eos_token_ids),
                 adapters=adapters,
                 layout_hash=longest.layout_hash,
+                kv_meaning=longest.kv_meaning,
+                kv_dtype=longest.kv_dtype,
             )
         if self._facts is None:
             raise NoWorker("no decode worker has started yet; `tandem workers` shows the pools", retry_after=2.0)
         return self._facts
 
-    def layouts(self) -> set[str]:
-        """The KV layouts of the decode workers that are present."""
-        return {record.layout_hash for record in self._view.of_role("decode")}
+    def decode_workers(self) -> list[WorkerRecord]:
+        """Those that are present."""
+        return self._view.of_role("decode")
 
     def ready(self) -> bool:
         """Whether a request could be served now."""

@@ -20,12 +20,12 @@ from time import monotonic
 from cluster.state.registry import State
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue, Waiting
 from services.router.routing.path_latency import PathLatencyTracker
-from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.worker_pools import expected_wait
 from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
 from services.router.routing.worker_table import Cached, WorkerTable
 from services.worker_liveness import Incarnation, WorkerLiveness
-from tandem.errors import Busy, DeadlineExceeded, NoWorker
+from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
 from tandem.settings import RESERVED_OUTPUT_TOKENS
 
 Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
@@ -47,7 +47,7 @@ OVER = object()
 class _Waiting(Waiting):
     ahead: int = 0
     kv_holder: str = ""
-    sum_order: str = ""
+    begun_with: Begun | None = None
     cached: Cached = lambda record: 0
     holders: Holders = lambda role: ()
     placement: Placement | None = None
@@ -56,6 +56,7 @@ class _Waiting(Waiting):
     computed: int = 0  # prompt tokens that were expected to be computed
     admitted: bool = False  # by its decode worker
     refused: bool = False  # by its decode worker, for lack of room
+    homeless: bool = False  # no decode worker would give its remaining tokens
 
 
 class RequestScheduler:
@@ -90,18 +91,19 @@ class RequestScheduler:
         ttft_s: float | None = None,
         begun: bool = False,
         follows: bool = False,
-        sum_order: str = "",
+        begun_with: Begun | None = None,
         alone: bool = False,
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
-        request that has, is never refused because of an estimate. `sum_order` is that of the worker that lost the
-        request, "" for none. A suspected poison request begins `alone`: on a decode worker, which computes its prompt.
+        request that has, is never refused because of an estimate. `begun_with` is what the worker computed with
+        that gave its tokens so far. A suspected poison request begins `alone`: on a decode worker, which computes its
+        prompt.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
-        decode worker is ready.
+        decode worker is ready; ResumeFailed when there are decode workers, but none that would give its other tokens.
         """
         ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
         self._catch_up()
@@ -112,7 +114,7 @@ class RequestScheduler:
             begun,
             ahead=ahead,
             kv_holder=self._workers.decodes.sharing(kv_holder),
-            sum_order=sum_order,
+            begun_with=begun_with,
             cached=cached,
             holders=holders,
             alone=alone,
@@ -246,6 +248,11 @@ class RequestScheduler:
                 self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
             if waiting.placement is None:
                 raise self._no_room(waiting, patience_s) from error
+        if waiting.homeless:
+            raise ResumeFailed(
+                "no decode worker has the checkpoint and the type of KV that its tokens so far were computed with",
+                reason="OTHER_MODEL",
+            )
         assert waiting.placement
         return waiting.placement
 
@@ -270,6 +277,11 @@ class RequestScheduler:
             self._dispatching = None
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
+            if waiting and not self._workers.decodes.continues(waiting.begun_with):
+                self._queue.remove(waiting)  # it would keep all others waiting
+                waiting.homeless = True
+                waiting.placed.set()
+                continue
             placement = self._place(waiting, len(self._queue) - 1) if waiting else None
             if waiting is None or placement is None or starts_late(placement, waiting.tokens):
                 return
@@ -286,7 +298,7 @@ class RequestScheduler:
             self._config,
             waiting.kv_holder,
             latencies,
-            waiting.sum_order,
+            waiting.begun_with,
         )
         if decode is None:
             return None

@@ -23,7 +23,7 @@ from typing import Any
 
 from services.router.routing.local_or_remote import compute_seconds, may_prefill, prompt_rate_beside_streams
 from services.router.routing.path_latency import PathLatencySnapshot
-from services.router.routing.placement import RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
 from services.router.routing.size_histogram import SizeHistogram
 from services.router.routing.worker_selector import LONG_PATH_RATIO, has_room
 
@@ -131,12 +131,12 @@ class DecodePool:
         self.capacity = PrefillCapacity()  # of all workers, for where there is no prefill worker
         self.spare_capacity = PrefillCapacity()  # of those that may compute prompts alongside prefill workers
         self._config = config
-        self._by_load: dict[str, SortedWorkers] = {}  # sum order -> its workers
+        self._by_load: dict[Begun, SortedWorkers] = {}  # what tokens begin with there -> its workers
         self._by_free_tokens = SortedWorkers()
 
     def put(self, worker: WorkerSnapshot) -> None:
         before = self.workers.get(worker.worker_id)
-        if before and before.sum_order != worker.sum_order:
+        if before and before.begun != worker.begun:
             self.drop(worker.worker_id)
         self.workers[worker.worker_id] = worker
         usable = worker.usable
@@ -145,7 +145,7 @@ class DecodePool:
             -worker.free_blocks,
             worker.last_used,
         )
-        group = self._by_load.setdefault(worker.sum_order, SortedWorkers())
+        group = self._by_load.setdefault(worker.begun, SortedWorkers())
         group.put(worker.worker_id, (*load, worker.worker_id) if usable else None)
         self._by_free_tokens.put(
             worker.worker_id, (-worker.free_blocks * worker.block_size, worker.worker_id) if usable else None
@@ -157,10 +157,16 @@ class DecodePool:
 
     def drop(self, worker_id: str) -> None:
         if worker := self.workers.pop(worker_id, None):
-            self._by_load[worker.sum_order].put(worker_id, None)
+            self._by_load[worker.begun].put(worker_id, None)
+            if not any(other.begun == worker.begun for other in self.workers.values()):
+                del self._by_load[worker.begun]
             self._by_free_tokens.put(worker_id, None)
             self.capacity.put(worker_id, 0.0, ())
             self.spare_capacity.put(worker_id, 0.0, ())
+
+    def continues(self, begun: Begun | None) -> bool:
+        """False where there are workers, but none that would give the remaining tokens of the request."""
+        return begun is None or not self.workers or any(worker.continues(begun) for worker in self.workers.values())
 
     def sharing(self, worker_id: str) -> str:
         """`worker_id` where that worker lets another answer begin with the KV of one that runs, otherwise "": nobody
@@ -171,7 +177,7 @@ class DecodePool:
     def shortlist(
         self, tokens: int, ahead: int, kv_holder: str, holders: Iterable[str], cached: CachedAt
     ) -> list[WorkerSnapshot]:
-        """The least loaded worker with room of each sum order, `kv_holder`, and `holders` of the prompt's beginning."""
+        """The least loaded worker with room for each `begun`, `kv_holder`, and `holders` of the prompt's beginning."""
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}
         most_free = self._by_free_tokens.first_key()
         if most_free and -most_free[0] >= tokens + ahead:

@@ -23,7 +23,7 @@ from services.router.routing.local_or_remote import (
     path_latency,
     why_only_local,
 )
-from services.router.routing.placement import PathLatencies, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Begun, PathLatencies, Placement, RoutingConfig, WorkerSnapshot
 
 # What a prefill worker must have queued so that it does not become idle before the router's next prompt arrives.
 BUFFERED_PROMPTS, BUFFERED_S = 2, 0.5
@@ -40,7 +40,7 @@ def place(
     kv_holder: str = "",
     queued_behind: float = 0.0,
     latencies: PathLatencies = MappingProxyType({}),
-    sum_order: str = "",
+    begun: Begun | None = None,
 ) -> Placement | None:
     """The best placement of a request of `tokens` tokens with `ahead` more to reserve; None: no room now.
 
@@ -51,13 +51,13 @@ def place(
 
     `kv_holder` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room
     for the new tokens, nothing moves. `queued_behind` is the number of prompts that wait at the router behind this one,
-    for each prefill worker. `sum_order` is that of the worker which lost a stream: a worker that computes the same bits
-    continues it where one has room.
+    for each prefill worker. `begun` is what a request that has tokens has begun with: only a worker that gives the
+    others continues it, and one that computes the same bits where it has room.
 
     This is the definition, over all workers. The router runs its two halves over the few workers of each pool that
     services.router.routing.worker_pools shortlists.
     """
-    decode = choose_decode(decodes, tokens, ahead, config, kv_holder, latencies, sum_order)
+    decode = choose_decode(decodes, tokens, ahead, config, kv_holder, latencies, begun)
     return choose_prefill(decode, prefills, tokens, config, kv_holder, queued_behind, latencies) if decode else None
 
 
@@ -68,14 +68,17 @@ def choose_decode(
     config: RoutingConfig,
     kv_holder: str = "",
     latencies: PathLatencies = MappingProxyType({}),
-    sum_order: str = "",
+    begun: Begun | None = None,
 ) -> WorkerSnapshot | None:
     """The first half of `place`."""
-    with_room = [worker for worker in decodes if has_room(worker, tokens, ahead, config, kv_holder)]
+    with_room = [
+        worker for worker in decodes if worker.continues(begun) and has_room(worker, tokens, ahead, config, kv_holder)
+    ]
     for worker in with_room:
         if worker.worker_id == kv_holder:
             return worker
-    same_order = [worker for worker in with_room if sum_order and worker.sum_order == sum_order]
+    order = begun.sum_order if begun else ""
+    same_order = [worker for worker in with_room if order and worker.sum_order == order]
     return _best_decode(same_order or with_room, tokens, config, latencies) if with_room else None
 
 

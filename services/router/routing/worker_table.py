@@ -166,6 +166,7 @@ class WorkerTable:
             local.last_used,
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
+            record.kv_dtype,
             record.tp,
             record.state_blocks,
         )
