@@ -17,6 +17,7 @@ import torch
 from engine import kernels
 from engine.attention.forward_context import Batch
 from engine.core.engine_config import EngineConfig
+from engine.core.kv_layout import slot_bytes
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.step_time import MANY, StepTime
 from engine.decoding import sampler
@@ -305,7 +306,7 @@ def _measured_blocks(
     """
     layout = model.layout(settings.block_size)
     working = _profile(model, settings) * (model.group.size if model.group else 1)  # each rank takes as much
-    slots = (settings.max_num_seqs + 1) * layout.state_bytes
+    slots = (settings.max_num_seqs + 1) * slot_bytes(layout.state_bytes)
     kept = sum(runner.mapped_bytes for runner in (model, draft) if runner)
     free = _free_bytes(model.device, kept, settings.gpu_share) - slots
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)

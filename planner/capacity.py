@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts
+from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts, slot_bytes
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
 from planner import packed, recurrent
@@ -176,13 +176,13 @@ def capacity(
 
     Raises SettingsError when the weights and these alone do not fit.
     """
-    taken, states = shape.weight_bytes(dtype, weights), slots * shape.state_bytes(dtype)
+    taken, states = shape.weight_bytes(dtype, weights), slots * slot_bytes(shape.state_bytes(dtype))
     if taken + states >= memory > taken:
         raise SettingsError(
             f"{slots} slots for recurrent states take {states / 2**30:.1f} GiB, and the weights leave"
             f" {(memory - taken) / 2**30:.1f} GiB",
             field="max_num_seqs",
-            bound=f"fewer than {(memory - taken) // shape.state_bytes(dtype)}",
+            bound=f"fewer than {(memory - taken) // slot_bytes(shape.state_bytes(dtype))}",
         )
     if taken >= memory:
         raise SettingsError(

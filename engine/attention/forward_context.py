@@ -158,7 +158,7 @@ class Step:
     ) -> None:
         batch.check(pages.block_size, pages.num_blocks)
         if pages.states is not None:
-            batch.check_slots(len(pages.states.buffer))
+            batch.check_slots(pages.states.slots)
         self.batch = batch
         self.pages = pages
         self.facts = facts

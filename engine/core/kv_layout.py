@@ -17,6 +17,7 @@ ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every 
 # Blocks that start a multiple of a power of two apart share a few sets of a CPU's caches and evict each other:
 # a block of at least MIN_PADDED bytes whose length is a multiple of COLLIDING is padded by one page.
 COLLIDING, PAGE, MIN_PADDED = 32 * 1024, 4096, 512 * 1024  # bytes
+STATE_ROWS = 2  # of a slot (engine/kv/state_memory.py)
 STATE_PARTS = 64  # blocks of a copy of a state, where there is no KV; a block of tokens takes as much memory as one
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
 SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
@@ -181,6 +182,11 @@ def plan_states(
         placed.append(StateLayout(*key, shape, dtype, end))
         end = _aligned(end + prod(shape) * itemsize)
     return tuple(placed), end
+
+
+def slot_bytes(state_bytes: int) -> int:
+    """Of a slot with such a state."""
+    return STATE_ROWS * state_bytes
 
 
 def plan_parts(state_bytes: int) -> int:

@@ -1,5 +1,5 @@
-// Recurrences of recurrent layers: a sequence's tokens in order, from its state.
-#include "ops.h"
+// The delta rules of recurrent layers: a sequence's tokens in order, from its state.
+#include "recurrences.h"
 
 #include "dots.h"
 
@@ -22,30 +22,34 @@ constexpr int WIDE = 4;  // vectors of adjacent columns of a state that one task
 //
 //     S = decay S;  u = beta (v - k S);  S = S + k' u;  out = q S
 //
-// (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). Each element of k S and q S is one chain over dk in
-// ascending order, in one lane: a token has the same bits in a chunk of any length, beside any sequence and on any
-// number of threads. Strides are in elements, from token to token.
+// (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). With CHANNELS the decay is a diagonal over dk, one
+// number of each row of S (Kimi Team 2025, "Kimi Linear", arXiv 2510.26692), otherwise one number of the head. Each
+// element of k S and q S is one chain over dk in ascending order, in one lane: a token has the same bits in a chunk of
+// any length, beside any sequence and on any number of threads. Strides are in elements, from token to token.
 struct Head {
   const float *q, *k, *v, *decay, *beta;
-  float *state, *out;
-  int64_t tokens, dk, dv, of_qk, of_v, of_gate;
+  const float* from;  // null: from zeros
+  float *to, *out;
+  int64_t tokens, dk, dv, of_qk, of_v, of_decay, of_beta;
 };
 
-template <int V>
+template <int V, bool CHANNELS>
 void columns(const Head& h, int64_t first, int count, std::vector<float>& kept) {
   constexpr int W = V * LANES;
   kept.assign(h.dk * W, 0.0f);
-  for (int64_t i = 0; i < h.dk; ++i) std::memcpy(&kept[i * W], h.state + i * h.dv + first, count * sizeof(float));
+  for (int64_t i = 0; h.from && i < h.dk; ++i)
+    std::memcpy(&kept[i * W], h.from + i * h.dv + first, count * sizeof(float));
   float row[W] = {};
   for (int64_t t = 0; t < h.tokens; ++t) {
     const float *k = h.k + t * h.of_qk, *q = h.q + t * h.of_qk;
-    const Vec decay(h.decay[t * h.of_gate]), beta(h.beta[t * h.of_gate]);
+    const float* decays = h.decay + t * h.of_decay;
+    const Vec beta(h.beta[t * h.of_beta]), decay(*decays);
     std::memcpy(row, h.v + t * h.of_v + first, count * sizeof(float));
     Vec u[V], o[V];
     for (int c = 0; c < V; ++c) u[c] = o[c] = Vec(0.0f);
     for (int64_t i = 0; i < h.dk; ++i)
       for (int c = 0; c < V; ++c) {
-        const Vec s = load(&kept[i * W + c * LANES]) * decay;
+        const Vec s = load(&kept[i * W + c * LANES]) * (CHANNELS ? Vec(decays[i]) : decay);
         put(s, &kept[i * W + c * LANES]);
         u[c] = at::vec::fmadd(Vec(k[i]), s, u[c]);
       }
@@ -59,48 +63,52 @@ void columns(const Head& h, int64_t first, int count, std::vector<float>& kept) 
     for (int c = 0; c < V; ++c) put(o[c], row + c * LANES);
     std::memcpy(h.out + t * h.of_v + first, row, count * sizeof(float));
   }
-  for (int64_t i = 0; i < h.dk; ++i) std::memcpy(h.state + i * h.dv + first, &kept[i * W], count * sizeof(float));
+  for (int64_t i = 0; i < h.dk; ++i) std::memcpy(h.to + i * h.dv + first, &kept[i * W], count * sizeof(float));
 }
 
-void check(bool fits, const char* what) { TORCH_CHECK(fits, "tandem: gated_delta wants ", what); }
-
-// q, k [n, tokens, k heads, dk]; v [n, tokens, v heads, dv]; decay, beta [n, tokens, v heads]; state [n, v heads, dk,
-// dv], which is replaced by the state after the tokens. Each k head serves the same number of v heads, in order. All
-// are float32 and contiguous. Returns [n, tokens, v heads, dv].
+// q, k [n, tokens, k heads, dk]; v [n, tokens, v heads, dv]; decay [n, tokens, v heads] or [n, tokens, v heads, dk];
+// beta [n, tokens, v heads]: float32 and contiguous. Each k head serves the same number of v heads, in order. `states`
+// [rows, v heads, dk, dv] has rows as `rows_of_states` wants them: sequence i goes on from row from[i], or from zeros if
+// that is negative, and the state after its tokens becomes row to[i]. Returns [n, tokens, v heads, dv].
 Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay, const Tensor& beta,
-                   Tensor state) {
-  for (const Tensor& each : {q, k, v, decay, beta, state})
-    check(each.scalar_type() == at::kFloat && each.is_contiguous(), "contiguous float32");
-  check(q.dim() == 4 && q.sizes() == k.sizes() && v.dim() == 4, "q and k of one shape, and v");
+                   Tensor states, at::IntArrayRef from, at::IntArrayRef to) {
+  for (const Tensor& each : {q, k, v, decay, beta})
+    TORCH_CHECK(each.scalar_type() == at::kFloat && each.is_contiguous(), "tandem: gated_delta wants contiguous float32");
+  TORCH_CHECK(q.dim() == 4 && q.sizes() == k.sizes() && v.dim() == 4, "tandem: q and k of unlike shapes");
   const int64_t n = q.size(0), tokens = q.size(1), k_heads = q.size(2), dk = q.size(3);
   const int64_t heads = v.size(2), dv = v.size(3);
-  check(v.size(0) == n && v.size(1) == tokens && heads % k_heads == 0, "v of the same tokens, its heads in groups");
-  check(decay.sizes() == beta.sizes() && decay.dim() == 3 && decay.numel() == n * tokens * heads, "gates of each head");
-  check(state.dim() == 4 && state.size(0) == n && state.size(1) == heads && state.size(2) == dk && state.size(3) == dv,
-        "a state for each head");
+  TORCH_CHECK(v.size(0) == n && v.size(1) == tokens && heads % k_heads == 0, "tandem: v of other tokens or heads");
+  const bool channels = decay.dim() == 4;
+  TORCH_CHECK(beta.dim() == 3 && beta.numel() == n * tokens * heads, "tandem: beta of another shape");
+  TORCH_CHECK(decay.numel() == n * tokens * heads * (channels ? dk : 1), "tandem: decay of another shape");
+  const StateRows rows = rows_of_states(states, {heads, dk, dv}, from, to, n);
   Tensor out = at::empty_like(v);
-  float *states = state.data_ptr<float>(), *outs = out.data_ptr<float>();
+  float* outs = out.data_ptr<float>();
   constexpr int W = WIDE * LANES;
-  const int64_t parts = (dv + W - 1) / W;
+  const int64_t parts = (dv + W - 1) / W, of_decay = channels ? dk : 1;
   share_out(n * heads * parts, 1, [&](int64_t task, int64_t end) {
     std::vector<float> kept;
     for (; task < end; ++task) {
       const int64_t first = task % parts * W, head = task / parts % heads, sequence = task / parts / heads;
       const int64_t token = sequence * tokens, group = head / (heads / k_heads);
+      const float* before = rows.from(sequence);
       const Head h{q.const_data_ptr<float>() + (token * k_heads + group) * dk,
                    k.const_data_ptr<float>() + (token * k_heads + group) * dk,
                    v.const_data_ptr<float>() + (token * heads + head) * dv,
-                   decay.const_data_ptr<float>() + token * heads + head,
+                   decay.const_data_ptr<float>() + (token * heads + head) * of_decay,
                    beta.const_data_ptr<float>() + token * heads + head,
-                   states + (sequence * heads + head) * dk * dv,
+                   before ? before + head * dk * dv : nullptr,
+                   rows.to(sequence) + head * dk * dv,
                    outs + (token * heads + head) * dv,
-                   tokens, dk, dv, k_heads * dk, heads * dv, heads};
+                   tokens, dk, dv, k_heads * dk, heads * dv, heads * of_decay, heads};
       const int64_t left = std::min<int64_t>(W, dv - first);
       if (left == W)
-        columns<WIDE>(h, first, W, kept);
+        channels ? columns<WIDE, true>(h, first, W, kept) : columns<WIDE, false>(h, first, W, kept);
       else
-        for (int64_t at = 0; at < left; at += LANES)
-          columns<1>(h, first + at, static_cast<int>(std::min<int64_t>(LANES, left - at)), kept);
+        for (int64_t at = 0; at < left; at += LANES) {
+          const int count = static_cast<int>(std::min<int64_t>(LANES, left - at));
+          channels ? columns<1, true>(h, first + at, count, kept) : columns<1, false>(h, first + at, count, kept);
+        }
     }
   });
   return out;
@@ -110,7 +118,9 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 }  // namespace tandem
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
-  m.def("gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) state) -> Tensor");
+  m.def(
+      "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) states, int[] rows, int[] to)"
+      " -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) { m.impl("gated_delta", &tandem::gated_delta); }

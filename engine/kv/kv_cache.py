@@ -98,7 +98,7 @@ class KvCache:
 
     def _state_parts(self, slot: int) -> tuple[torch.Tensor, ...]:
         assert self.states is not None, "this model keeps no states"
-        return torch.split(self.states.buffer[slot], self.block_bytes)
+        return torch.split(self.states.row(slot), self.block_bytes)
 
     def _window(self, typed: torch.Tensor, offset: int, heads: range, dim: int) -> torch.Tensor:
         size = (self.num_blocks, self.block_size, len(heads), dim)

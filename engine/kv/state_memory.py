@@ -1,19 +1,21 @@
 """The states of recurrent layers, one slot for each sequence that runs.
 
-    buffer  [slots, state_bytes] uint8
-    slot    | a state of one layer | the next one | ...        each starts at a multiple of 64 B
+    buffer  [2 * slots, state_bytes] uint8      of a slot's two rows `row(slot)` has its state; a step writes the other
+    row     | a state of one layer | the next one | ...        each starts at a multiple of 64 B
 
-A step reads the states of its sequences and puts new ones aside. They reach the slots by `commit`, when the step has
-succeeded: a step that fails leaves every state as it was, so that it can be tried again.
+A step reads the states of its sequences and writes new ones beside them. `commit` makes them the slots' states when the
+step has succeeded: a step that fails leaves every state as it was, so that it can be tried again. Nothing is copied for
+that where an operator of Tandem reads one row and writes the other (`rows`); transformers' own code gets copies.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
-from engine.core.kv_layout import KvLayout
+from engine.core.kv_layout import STATE_ROWS, KvLayout
 from engine.kernels import fresh_memory
 
 Key = tuple[int, str, int]  # layer, kind, index: of one state
@@ -21,18 +23,32 @@ Key = tuple[int, str, int]  # layer, kind, index: of one state
 
 class StateMemory:
     def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
-        self.buffer = fresh_memory(slots * layout.state_bytes, device).view(slots, layout.state_bytes)
+        self.slots = slots
+        self.buffer = fresh_memory(STATE_ROWS * slots * layout.state_bytes, device).view(
+            STATE_ROWS * slots, layout.state_bytes
+        )
         self.buffer.fill_(0xFF)  # NaN in every float type: a state that is read before it is written shows
         self._views = {state.key: self._window(state.shape, state.dtype, state.offset) for state in layout.states}
+        self._row = list(range(slots))  # of each slot, the one with its state
+        self._spare = list(range(slots, STATE_ROWS * slots))
         self._new: dict[tuple[Key, int], torch.Tensor] = {}  # of the step that runs: (state, slot) -> its value
+        self._written: dict[int, set[Key]] = defaultdict(set)  # slot -> its states of this step that `_spare` has
 
     def begin(self) -> None:
         """Before each forward: forgets what a failed one has left."""
         self._new.clear()
+        self._written.clear()
+
+    def row(self, slot: int) -> torch.Tensor:
+        """The slot's state, `[state_bytes]` uint8."""
+        return self.buffer[self._row[slot]]
 
     def width(self, key: Key) -> int:
         """Elements along the last dimension."""
         return self._views[key].shape[-1]
+
+    def dtype(self, key: Key) -> torch.dtype:
+        return self._views[key].dtype
 
     def __contains__(self, key: Key) -> bool:
         return key in self._views
@@ -40,8 +56,7 @@ class StateMemory:
     def get(self, key: Key, slots: Sequence[int]) -> torch.Tensor:
         """A copy `[len(slots), ...]` of what this forward has made of them so far. Whoever writes to it in place, as
         single steps of a convolution do, writes the new state."""
-        view = self._views[key]
-        own = torch.stack([self._new.get((key, slot), view[slot]) for slot in slots])
+        own = torch.stack([self._latest(key, slot) for slot in slots])
         self._keep(key, slots, own)
         return own
 
@@ -51,11 +66,35 @@ class StateMemory:
         assert states.shape == (len(slots), *view.shape[1:]), f"state {key} has shape {tuple(states.shape)}"
         self._keep(key, slots, states.to(view.dtype))
 
+    def rows(self, key: Key, slots: Sequence[int]) -> tuple[torch.Tensor, list[int], list[int]]:
+        """For an operator that reads and writes in place: the states of all rows `[2 * slots, ...]`, the rows that have
+        what this forward has made of these slots so far, and the rows to which it writes all of their new states."""
+        view, having = self._views[key], []
+        for slot in slots:
+            if (made := self._new.pop((key, slot), None)) is not None:
+                view[self._spare[slot]].copy_(made)
+                self._written[slot].add(key)
+            having.append((self._spare if key in self._written[slot] else self._row)[slot])
+            self._written[slot].add(key)
+        return view, having, [self._spare[slot] for slot in slots]
+
     def commit(self) -> None:
         """The step has succeeded: its states are those of the slots now."""
         for (key, slot), state in self._new.items():
-            self._views[key][slot].copy_(state)
+            self._views[key][self._spare[slot]].copy_(state)
+            self._written[slot].add(key)
+        for slot, written in self._written.items():
+            for key in self._views.keys() - written:  # of a layer that this step did not compute
+                self._views[key][self._spare[slot]].copy_(self._views[key][self._row[slot]])
+            self._row[slot], self._spare[slot] = self._spare[slot], self._row[slot]
         self._new.clear()
+        self._written.clear()
+
+    def _latest(self, key: Key, slot: int) -> torch.Tensor:
+        if (made := self._new.get((key, slot))) is not None:
+            return made
+        rows = self._spare if slot in self._written and key in self._written[slot] else self._row
+        return self._views[key][rows[slot]]
 
     def _keep(self, key: Key, slots: Sequence[int], states: torch.Tensor) -> None:
         for slot, state in zip(slots, states.unbind(0), strict=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -186,11 +186,13 @@ def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
         alone = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument)
         in_pieces = _gap(alone, calls[mixer.name], mixers.facts)
         if compiled and (ours := with_operators(type(mixer.module))) is not None:
-            own, alone.forward = alone.forward, ours
-            if _gap(alone, calls[mixer.name], mixers.facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
-                mixer.forward = ours
-                continue
-            alone.forward = own
+            own = alone.forward, alone.takes
+            alone.forward, alone.takes = ours
+            with suppress(*ODD_ERRORS):  # its functions take other arguments than the operators
+                if _gap(alone, calls[mixer.name], mixers.facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
+                    mixer.forward, mixer.takes = ours
+                    continue
+            alone.forward, alone.takes = own
         if in_pieces <= ROUNDING:
             continue
         alone.by_token = True

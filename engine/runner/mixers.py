@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 from engine.attention.forward_context import Batch, current_step
 from engine.kv.kv_cache_spec import StateFacts
 from engine.kv.state_memory import Key, StateMemory
-from engine.runner.recurrences import Forward
+from engine.runner.recurrences import Forward, SlotRows, State, asked_for
 
 OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions that do not know it
 
@@ -32,9 +32,11 @@ OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions
 class SlotStates:
     """What a mixer gets as its cache: the states of the sequences of one call, and no more than the state interface."""
 
-    def __init__(self, memory: StateMemory, slots: Sequence[int], previous: bool) -> None:
-        """`previous`: the sequences have earlier tokens."""
-        self._memory, self._slots, self._previous = memory, slots, previous
+    def __init__(self, memory: StateMemory, slots: Sequence[int], previous: bool, takes: Collection[str] = ()) -> None:
+        """`previous`: the sequences have earlier tokens. States of the kinds `takes` go to operators, which read and
+        write them where they are."""
+        self._memory, self._slots, self._previous, self._takes = memory, slots, previous, takes
+        asked_for.set(None)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self._previous
@@ -42,11 +44,13 @@ class SlotStates:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> State:
         return self._get((layer_idx, "conv", state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._get((layer_idx, "recurrent", state_idx))
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> State:
+        state = self._get((layer_idx, "recurrent", state_idx))
+        asked_for.set(state if isinstance(state, SlotRows) else None)
+        return state
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
@@ -54,21 +58,26 @@ class SlotStates:
         """As transformers': `[n, channels, T]` with the columns before them; keeps the last ones."""
         key = (layer_idx, "conv", state_idx)
         width = self._memory.width(key)
+        tokens = conv_states.transpose(1, 2)  # [n, T, channels], which is how projections leave them
         if self._previous:
-            columns = torch.cat([self._memory.get(key, self._slots), conv_states], dim=-1)
+            tokens = torch.cat([self._memory.get(key, self._slots).transpose(1, 2), tokens], dim=1)
         else:
-            columns = nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+            tokens = nn.functional.pad(tokens, (0, 0, max(0, width - tokens.shape[1]), 0))
+        columns = tokens.transpose(1, 2)
         self._memory.put(key, self._slots, columns[..., -width:])
         return columns
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
-    ) -> torch.Tensor:
-        self._memory.put((layer_idx, "recurrent", state_idx), self._slots, recurrent_states)
+    def update_recurrent_state(self, recurrent_states: State, layer_idx: int, state_idx: int = 0) -> State:
+        if isinstance(recurrent_states, torch.Tensor):  # otherwise an operator has written it
+            self._memory.put((layer_idx, "recurrent", state_idx), self._slots, recurrent_states)
         return recurrent_states
 
-    def _get(self, key: Key) -> torch.Tensor | None:
-        return self._memory.get(key, self._slots) if self._previous and key in self._memory else None
+    def _get(self, key: Key) -> State:
+        if not self._previous or key not in self._memory:
+            return None
+        if key[1] in self._takes and (key[1] == "conv" or self._memory.dtype(key) == torch.float32):
+            return SlotRows(self._memory, key, self._slots)
+        return self._memory.get(key, self._slots)
 
 
 class Mixer:
@@ -77,7 +86,8 @@ class Mixer:
     def __init__(self, name: str, module: nn.Module, argument: str) -> None:
         self.name, self.module, self.argument = name, module, argument
         self.by_token = False  # set by engine.loading.state_probe, as is the next one
-        self.forward: Forward = type(module).forward  # or that over Tandem's operators
+        self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
+        self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write where they are
         self._signature = inspect.signature(type(module).forward)
 
     def switch(self, on: bool) -> None:
@@ -105,7 +115,7 @@ class Mixer:
         single = False
         for rows, slots, previous in _calls(batch, self.by_token):
             part = {name: _pick(value, rows, total) for name, value in given.items()}
-            part[self.argument] = SlotStates(step.pages.states, slots, previous)
+            part[self.argument] = SlotStates(step.pages.states, slots, previous, self.takes)
             result = self.forward(self.module, **part)
             single = not isinstance(result, tuple)
             results = (result,) if single else result

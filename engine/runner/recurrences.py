@@ -6,23 +6,49 @@ module stay as they are. Whether the functions do the same is not believed: engi
 mixer with its own forward, and keeps what transformers has where they differ.
 
 Unlike theirs, the operators take the tokens one after another, in every form, so a token's result has the same bits
-however its prompt is cut and whatever else is in the step.
+however its prompt is cut and whatever else is in the step. In the place of a state they take `SlotRows`: then they read
+the slots' states where they are and write the new ones beside them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
+
+from engine.kv.state_memory import Key, StateMemory
 
 Forward = Callable[..., Any]
+SILU = ("silu", "swish")
 
 
-def with_operators(kind: type) -> Forward | None:
-    """The forward of a class of mixers over Tandem's operators; None if it calls no recurrence that they have."""
+class SlotRows:
+    """One state of some sequences, for an operator. transformers' forwards pass it on, and may convert its type."""
+
+    def __init__(self, memory: StateMemory, key: Key, slots: Sequence[int]) -> None:
+        self._memory, self._key, self._slots = memory, key, slots
+
+    def rows(self) -> tuple[torch.Tensor, list[int], list[int]]:
+        """As `StateMemory.rows`. The operator writes all of the new state."""
+        return self._memory.rows(self._key, self._slots)
+
+    def to(self, *_: Any, **__: Any) -> SlotRows:
+        return self
+
+
+State = torch.Tensor | SlotRows | None
+# The recurrent state that the mixer whose forward runs has asked for.
+asked_for: ContextVar[SlotRows | None] = ContextVar("asked_for", default=None)
+
+
+def with_operators(kind: type) -> tuple[Forward, frozenset[str]] | None:
+    """The forward of a class of mixers over Tandem's operators, and the kinds of states that it takes as `SlotRows`;
+    None if it calls no recurrence that they have."""
     own = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     if not isinstance(own, FunctionType):
         return None
@@ -31,7 +57,7 @@ def with_operators(kind: type) -> Forward | None:
         return None
     forward = FunctionType(own.__code__, {**own.__globals__, **called}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
-    return forward
+    return forward, frozenset(TAKES[name] for name in called if name in TAKES)
 
 
 def gated_delta_rule(
@@ -40,28 +66,198 @@ def gated_delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    initial_state: State = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As transformers' `torch_chunk_gated_delta_rule`: query and key `[n, tokens, key heads, dk]`, value `[n, tokens,
-    value heads, dv]`, `g` (the logarithm of the decay) and `beta` `[n, tokens, value heads]`, states `[n, value heads,
-    dk, dv]` in float32."""
+) -> tuple[torch.Tensor, State]:
+    """As transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: query and key `[n, tokens, key
+    heads, dk]`, value `[n, tokens, value heads, dv]`, `g` (the logarithm of the decay) `[n, tokens, value heads]` or
+    `[n, tokens, value heads, dk]`, `beta` `[n, tokens, value heads]`, states `[n, value heads, dk, dv]` in float32."""
     q, k = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
-    if initial_state is None:
-        state = q.new_zeros(value.shape[0], value.shape[2], q.shape[-1], value.shape[-1])
-    else:
-        state = initial_state.float().clone(memory_format=torch.contiguous_format)
+    states, *rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
     inputs = (each.contiguous() for each in (q, k, value.float(), g.float().exp(), beta.float()))
-    out: torch.Tensor = torch.ops.tandem.gated_delta.default(*inputs, state)
-    return out.to(query.dtype), state if output_final_state else None
+    out: torch.Tensor = torch.ops.tandem.gated_delta.default(*inputs, states, *rows)
+    return out.to(query.dtype), _after(initial_state, states) if output_final_state else None
+
+
+def causal_conv1d_fn(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """As transformers': `[n, channels, tokens]`, each channel over its own taps `weight [channels, width]`."""
+    rows = hidden_states.transpose(1, 2)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = torch.ops.tandem.short_convolution.default(rows, weight, bias, activation in SILU)
+    return _activated(out.transpose(1, 2), activation)
+
+
+def causal_conv1d_update(
+    hidden_states: torch.Tensor,
+    conv_state: torch.Tensor | SlotRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """As transformers', for one token of each sequence `[n, channels, 1]` after those of the state."""
+    now = hidden_states.flatten(1).contiguous()
+    states, *rows = _rows(conv_state, (), now)
+    out = torch.ops.tandem.short_convolution_step.default(now, weight, bias, activation in SILU, states, *rows)
+    if isinstance(conv_state, torch.Tensor):
+        conv_state.copy_(states)
+    return _activated(out.unsqueeze(-1), activation)
+
+
+def mamba_selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """As transformers': `hidden_states`, `dt` and `z` `[n, channels, tokens]`, A `[channels, state size]`, B and C `[n,
+    state size, tokens]`. Theirs begins with zeros in any case, because it is not given a state; this one goes on from
+    the state that the mixer has asked for."""
+    dt = _time_steps(dt.transpose(1, 2), delta_bias, delta_softplus)
+    x, b, c = (each.transpose(1, 2) for each in (hidden_states, B, C))
+    x, dt, b, c = (each.float().unsqueeze(2) for each in (x, dt, b, c))
+    before = asked_for.get()
+    states, *rows = _rows(before, (x.shape[0], x.shape[-1], A.shape[-1]), x)
+    out = _scan(x, dt, A, b, c, D, states, rows)[:, :, 0].to(hidden_states.dtype)
+    out = _gated(out, None if z is None else z.transpose(1, 2)).transpose(1, 2)
+    return (out, _after(before, states)) if return_last_state else out
+
+
+def mamba_selective_state_update(
+    state: torch.Tensor | SlotRows,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    z: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """As transformers', for one token of each sequence, after whose state: of Mamba `[n, channels]`, B and C `[n, state
+    size]`; of Mamba-2 `[n, heads, head size]`, where A and dt are expanded from one number of each head, B and C `[n,
+    groups, state size]`. A state that is no `SlotRows` is changed in place."""
+    if A.dim() == 3 and A.stride()[1:] == (0, 0) and dt.stride(2) == 0 and (dt_bias is None or dt_bias.stride(1) == 0):
+        A, dt, dt_bias = A[:, 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[:, 0]
+    dt = _time_steps(dt, dt_bias, dt_softplus)
+    one = (slice(None), None, None) if hidden_states.dim() == 2 else (slice(None), None)  # token, and of Mamba head
+    x, steps, b, c = (each.float()[one] for each in (hidden_states, dt, B, C))
+    states, *rows = _rows(state, (), x)
+    out = _scan(x, steps, A, b, c, D, states, rows).view_as(hidden_states)
+    if isinstance(state, torch.Tensor):
+        state.copy_(states)
+    return _gated(out.to(hidden_states.dtype), z)
+
+
+def mamba2_chunk_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: State = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """As transformers': `hidden_states [n, tokens, heads, head size]`, `dt [n, tokens, heads]`, A and D `[heads]`, B
+    and C `[n, tokens, groups, state size]`, states `[n, heads, head size, state size]`."""
+    dt = _time_steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    x = hidden_states.float()
+    shape = (x.shape[0], *x.shape[2:], B.shape[-1])
+    states, *rows = _rows(initial_states, shape, x)
+    out = _scan(x, dt.float(), A, B.float(), C.float(), None if D is None else D[:, None], states, rows)
+    return (out, _after(initial_states, states)) if return_final_states else out
+
+
+def _scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: Sequence[list[int]],
+) -> torch.Tensor:
+    x, dt, A, B, C = (each.contiguous() for each in (x, dt, A.float(), B, C))
+    out: torch.Tensor = torch.ops.tandem.state_space_scan.default(x, dt, A, B, C, D, states, *rows)
+    return out
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """`dt [n, ..., *bias.shape]`."""
+    rows = dt.reshape(-1, dt.shape[-1] if bias is None else bias.numel()).contiguous()
+    steps: torch.Tensor = torch.ops.tandem.time_steps.default(rows, bias, softplus)
+    return steps.view(dt.shape)
+
+
+def _gated(out: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+    return out if z is None else torch.ops.tandem.gated.default(z.to(out.dtype), out, "silu")
+
+
+def _activated(out: torch.Tensor, activation: str | None) -> torch.Tensor:
+    return out if activation is None or activation in SILU else ACT2FN[activation](out)
+
+
+def _rows(state: State, shape: Sequence[int], like: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    """States for an operator, the rows that it reads, -1 for zeros, and those that it writes. A tensor stays as it is;
+    without a state there are new rows of this shape in float32."""
+    if isinstance(state, SlotRows):
+        return state.rows()
+    if state is None:
+        own, having = like.new_empty(shape, dtype=torch.float32), [-1] * shape[0]
+    else:
+        own = state.to(like.dtype).clone(memory_format=torch.contiguous_format)
+        having = list(range(len(own)))
+    return own, having, list(range(len(own)))
+
+
+def _after(before: State, states: torch.Tensor) -> State:
+    return before if isinstance(before, SlotRows) else states
 
 
 OPERATORS: dict[str, Forward] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "torch_recurrent_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "recurrent_kimi_delta_attention": gated_delta_rule,
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "mamba_selective_scan": mamba_selective_scan,
+    "mamba_selective_state_update": mamba_selective_state_update,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba2_selective_state_update": mamba_selective_state_update,
+}
+# The kind of state that a function of single tokens takes.
+TAKES = {
+    "torch_recurrent_gated_delta_rule": "recurrent",
+    "recurrent_kimi_delta_attention": "recurrent",
+    "causal_conv1d_update": "conv",
+    "mamba_selective_state_update": "recurrent",
+    "mamba2_selective_state_update": "recurrent",
 }

@@ -34,7 +34,7 @@ class SequenceStates:
         assert pages.states is not None, "this model keeps no states"
         self._pages, self._memory, self._pool = pages, pages.states, pool
         self.blocks = pages.layout.state_blocks  # that hold a copy
-        self.slots = StateSlots(len(pages.states.buffer) - 1)
+        self.slots = StateSlots(pages.states.slots - 1)
         if pool.total <= self.blocks:
             what = f"a copy of one sequence's recurrent states needs {self.blocks} blocks, there are {pool.total}"
             raise TooLarge(f"{what}; raise kv_blocks", field="kv_blocks", bound=f"> {self.blocks}")

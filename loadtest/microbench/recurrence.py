@@ -1,9 +1,9 @@
 """What one recurrent layer costs: transformers' forward over its own cache, and the engine's over slots and operators.
 
-A gated delta rule of the size of Qwen3-Next-80B-A3B (2,048 wide, 16 key and 32 value heads of 128), random float32. The
-sides take turns, and so does what no implementation can leave out: the products of the layer's linear layers with as
-many rows. Milliseconds of processor time, not of the clock, so that other processes disturb them less; the least of the
-repeats.
+Layers of the sizes of published models, with random weights. The sides take turns, and so does what no implementation
+can leave out: the products of the layer's linear layers with as many rows. Milliseconds of processor time, not of the
+clock, so that other processes disturb them less; the least of the repeats. transformers' side is one module over its
+own cache; the engine's is the same module as the engine runs it, with packed rows, slots and a commit after each step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -28,25 +29,50 @@ from loadtest.harness.options import Repeats, Threads
 from loadtest.harness.stats import in_turn
 
 CPU = torch.device("cpu")
-GATED_DELTA: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    **{"hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-    # What the layer does not depend on, small:
-    **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 64},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
-    **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+# What the layers do not depend on, small.
+REST: dict[str, Any] = {
+    **{
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "pad_token_id": 0,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    **{"intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+}
+LINEAR = ["linear_attention", "full_attention"]
+LAYERS: dict[str, dict[str, Any]] = {
+    "gated delta rule, as Qwen3-Next-80B": {
+        **{**REST, "model_type": "qwen3_next", "layer_types": LINEAR, "shared_expert_intermediate_size": 16},
+        **{"hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+    },
+    "Kimi delta attention, as Kimi-Linear-48B": {
+        **{**REST, "model_type": "kimi_linear", "layer_types": LINEAR, "num_local_experts": 2, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"hidden_size": 2304, "linear_head_dim": 128, "linear_num_heads": 32},
+    },
+    "Mamba-2, as Nemotron-Nano-9B-v2": {
+        **{**REST, "model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"], "n_routed_experts": 2},
+        **{"moe_shared_expert_intermediate_size": 16, "hidden_size": 4480, "ssm_state_size": 128, "n_groups": 8},
+        **{"mamba_num_heads": 128, "mamba_head_dim": 80, "chunk_size": 128},
+    },
+    "Mamba, as Jamba-Mini": {
+        **{**REST, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1},
+        **{"hidden_size": 4096, "mamba_d_state": 16, "mamba_dt_rank": 256, "use_mamba_kernels": False},
+    },
 }
 PAST = 5  # tokens before a decode step
 CASES = {"decode, 1 sequence": (1, 1), "decode, 8 sequences": (8, 1), "prompt of 512": (1, 512)}  # sequences, tokens
 
 
 class Layer:
-    def __init__(self, config: dict[str, Any]) -> None:
-        values = dict(config)
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        values, self._dtype = dict(config), dtype
         auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
         self._config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model = auto.from_config(self._config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = auto.from_config(self._config, dtype=dtype, attn_implementation="eager").eval()
         compiled = serving(CPU) != REFERENCE
         mixers = state_probe.learn(model, compiled)
         assert mixers is not None
@@ -67,14 +93,14 @@ class Layer:
 
         def run() -> None:
             given = cache if tokens == 1 else DynamicCache(config=self._config)
-            module(torch.randn(sequences, tokens, self._width), **{argument: given, "attention_mask": None})
+            module(self._rows(sequences, tokens), **{argument: given, "attention_mask": None})
 
         if tokens == 1:
-            module(torch.randn(sequences, PAST, self._width), **{argument: cache, "attention_mask": None})
+            module(self._rows(sequences, PAST), **{argument: cache, "attention_mask": None})
         return run
 
     def ours(self, sequences: int, tokens: int) -> Callable[[], None]:
-        memory = StateMemory(layout_of([], 1, torch.float32, "", states=self._facts), sequences, CPU)
+        memory = StateMemory(layout_of([], 1, self._dtype, "", states=self._facts), sequences, CPU)
         memory.buffer.zero_()
         done = PAST if tokens == 1 else 0
         batch = Batch(
@@ -85,7 +111,7 @@ class Layer:
             with state_probe.serving(self._mixer, memory) as step, exact(CPU):
                 step.batch = batch
                 memory.begin()
-                self._mixer.module(torch.randn(1, sequences * tokens, self._width), attention_mask=None)
+                self._mixer.module(self._rows(1, sequences * tokens), attention_mask=None)
                 memory.commit()
 
         return run
@@ -94,9 +120,12 @@ class Layer:
         def run() -> None:
             with exact(CPU):
                 for each in self._linears:
-                    each(torch.randn(sequences * tokens, each.in_features))
+                    each(torch.randn(sequences * tokens, each.in_features, dtype=self._dtype))
 
         return run
+
+    def _rows(self, sequences: int, tokens: int) -> torch.Tensor:
+        return torch.randn(sequences, tokens, self._width, dtype=self._dtype)
 
 
 def processor_s(run: Callable[[], None]) -> float:
@@ -105,19 +134,27 @@ def processor_s(run: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
-def main(threads: Threads = 1, repeats: Repeats = 5) -> None:
+def main(
+    threads: Threads = 1,
+    repeats: Repeats = 5,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="bfloat16 or float32.")] = "float32",
+    layer: Annotated[str, typer.Option(metavar="TEXT", help="Only layers with this in their names.")] = "",
+) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    layer = Layer(GATED_DELTA)
-    print(
-        f"one layer, {layer.parameters / 1e6:.1f} million parameters, torch {torch.__version__}, {threads} thread(s)\n"
-    )
-    print(f"{layer.about}\n")
-    print(f"| ms | transformers | engine | its products alone | engine / products |\n|{'---|' * 5}")
-    with torch.inference_mode():
-        for name, case in CASES.items():
-            sides = {"theirs": layer.theirs(*case), "ours": layer.ours(*case), "products": layer.products(*case)}
-            times = in_turn({key: partial(processor_s, side) for key, side in sides.items()}, repeats)
-            least = {key: min(each) * 1e3 for key, each in times.items()}
-            ratio = least["ours"] / least["products"]
-            print(f"| {name} | {least['theirs']:.1f} | {least['ours']:.1f} | {least['products']:.1f} | {ratio:.1f} |")
+    print(f"torch {torch.__version__}, {threads} thread(s), {dtype}; milliseconds of processor time")
+    for title, config in LAYERS.items():
+        if layer.lower() not in title.lower():
+            continue
+        measured = Layer(config, getattr(torch, dtype))
+        print(f"\n{title}: {measured.parameters / 1e6:.1f} million parameters; {measured.about}\n")
+        print(f"| | transformers | engine | its products alone | engine / transformers |\n|{'---|' * 5}")
+        with torch.inference_mode():
+            for name, case in CASES.items():
+                sides = {key: getattr(measured, key)(*case) for key in ("theirs", "ours", "products")}
+                times = in_turn({key: partial(processor_s, side) for key, side in sides.items()}, repeats)
+                least = {key: min(each) * 1e3 for key, each in times.items()}
+                ratio = least["ours"] / least["theirs"]
+                print(
+                    f"| {name} | {least['theirs']:.1f} | {least['ours']:.1f} | {least['products']:.1f} | {ratio:.2f} |"
+                )

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.kv.state_memory import StateMemory
 from engine.loading import self_check
 from engine.loading.model_loader import load_model
-from engine.runner import mixers
+from engine.runner import mixers, recurrences
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
@@ -89,7 +89,8 @@ def test_tokens_equal_transformers(
         run(engine, added := sequences(folder))
         assert all(right(folder, sequence) for sequence in added)
     assert self_check.run(model).gap < EXACT
-    assert all(mixer.by_token == (family == "jamba") for mixer in model.mixers.each)  # type: ignore[union-attr]
+    alone = family == "jamba" and kernels.serving(CPU) == kernels.REFERENCE
+    assert all(mixer.by_token == alone for mixer in model.mixers.each)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
@@ -130,15 +131,8 @@ def test_a_failed_step_leaves_every_state_as_it_was(
 def test_control_states_that_are_kept_at_once_are_wrong_after_a_failed_step(
     checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with every new state written to its slot immediately."""
-    keep = StateMemory._keep
-
-    def now(self: StateMemory, key: Any, slots: Any, states: torch.Tensor) -> None:
-        keep(self, key, slots, states)
-        for slot, state in zip(slots, states, strict=True):
-            self._views[key][slot].copy_(state)
-
-    monkeypatch.setattr(StateMemory, "_keep", now)
+    """The same with what a failed step has left as the slots' states."""
+    monkeypatch.setattr(StateMemory, "begin", StateMemory.commit)
     with pytest.raises(AssertionError):
         test_a_failed_step_leaves_every_state_as_it_was(checkpoint, loaded, monkeypatch)
 
@@ -157,12 +151,14 @@ def harmed(model: ModelRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> f
                 yield rows, slots, False
 
     if fault == "one token early":
-        commit, memory_get = StateMemory.commit, {}
+        commit, newest = StateMemory.commit, dict[tuple[int, int], torch.Tensor]()
 
         def late(self: StateMemory) -> None:
-            new, self._new = self._new, memory_get.get(id(self), {})
-            memory_get[id(self)] = dict(new)
             commit(self)
+            for slot in range(self.slots):
+                state = self.row(slot).clone()
+                self.row(slot).copy_(newest.get((id(self), slot), state))
+                newest[id(self), slot] = state
 
         monkeypatch.setattr(StateMemory, "commit", late)
     else:
@@ -183,11 +179,15 @@ def test_control_a_wrong_state_shows_in_the_logits(
 
 
 def test_control_without_the_proof_mamba_1_in_chunks_is_wrong(
-    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixers that the proof gives one token at a time: served in chunks, the logits are off, if only a little."""
+    """transformers' own code, which the proof gives one token at a time: in chunks the logits are a bit off."""
+    monkeypatch.setattr(recurrences, "OPERATORS", {})
     model = load(checkpoint("tiny-jamba"))
-    for mixer in model.mixers.each:  # type: ignore[union-attr]
+    assert model.mixers is not None
+    assert all(mixer.by_token for mixer in model.mixers.each)
+    assert self_check.run(model).gap < EXACT
+    for mixer in model.mixers.each:
         mixer.by_token = False
     assert self_check.run(model).gap > 100 * EXACT
 
@@ -225,7 +225,7 @@ def test_quantised_kv_beside_states(checkpoint: Checkpoint) -> None:
 def test_a_mixer_that_never_continues_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name: a state that it never reads back."""
     kept = mixers.SlotStates.__init__
-    monkeypatch.setattr(mixers.SlotStates, "__init__", lambda self, memory, slots, _: kept(self, memory, slots, False))
+    monkeypatch.setattr(mixers.SlotStates, "__init__", lambda self, memory, slots, *_: kept(self, memory, slots, False))
     with pytest.raises(CheckpointRefused, match=r"model\.layers\.0\.conv \(Lfm2ShortConv\) does not continue from its"):
         load(checkpoint("tiny-lfm2"))
 

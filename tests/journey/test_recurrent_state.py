@@ -203,17 +203,18 @@ async def test_control_a_state_of_one_token_less_gives_other_tokens(
 ) -> None:
     """What the digest cannot see, because the source itself is wrong: the tokens of these models do show it."""
     commit = SequenceStates.commit
-    before: dict[int, torch.Tensor] = {}
+    before: dict[int, list[torch.Tensor]] = {}
 
     def late(self: SequenceStates) -> bool:
-        before[id(self._pages)] = self._memory.buffer.clone()
+        before[id(self._pages)] = [self._memory.row(slot).clone() for slot in range(self._memory.slots)]
         return commit(self)
 
     def early(self: SequenceStates, owner: str, table: Seq[int]) -> None:
-        now = self._memory.buffer.clone()
-        self._memory.buffer.copy_(before[id(self._pages)])
+        row = self._memory.row(self.slots.slot(owner))
+        now = row.clone()
+        row.copy_(before[id(self._pages)][self.slots.slot(owner)])
         self._pages.save_state(self.slots.slot(owner), table[-self.blocks :])
-        self._memory.buffer.copy_(now)
+        row.copy_(now)
 
     monkeypatch.setattr(SequenceStates, "commit", late)
     monkeypatch.setattr(SequenceStates, "save", early)

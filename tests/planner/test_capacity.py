@@ -186,7 +186,7 @@ def test_states_take_memory_from_kv_and_time_to_move(tmp_path: Path) -> None:
     about: dict[str, Any] = {"memory": 10 * 2**20, "utilization": 1.0, "dtype": "float32", "block_size": 16}
     about |= {"contexts": (64,), "concurrencies": (1,)}
     without, found = capacity(shape, **about), capacity(shape, **about, slots=65)
-    assert found.state_slots == 65 * shape.state_bytes("float32") == without.kv - found.kv
+    assert found.state_slots == 65 * 2 * shape.state_bytes("float32") == without.kv - found.kv
     assert found.concurrency[64] == found.blocks // (4 + shape.state_blocks(16, "float32"))
     moves = facts(shape, found, dtype="float32", kv_dtype="auto", link=1e6)["transfer_seconds"][64]
     assert moves == (64 * shape.kv_bytes_per_token("float32") + shape.state_bytes("float32")) / 1e6
