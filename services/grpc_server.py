@@ -21,8 +21,8 @@ from tandem.grpc_errors import ErrorInterceptor, Guard
 from tandem.rpc.addresses import host_port
 from tandem.tasks import end, once
 
-KEEPALIVE_MS = 1_000  # between pings
-PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 3 s
+KEEPALIVE_MS = 800  # between pings
+PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 2.8 s
 MAX_PENDING_CALLS = 50_000  # calls that wait for a handler; beyond its default of 1000, gRPC cancels random calls
 MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message of ours between them; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024

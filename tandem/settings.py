@@ -262,7 +262,7 @@ class Settings(BaseSettings):
     may take a thread of the router for ever, and all of its memory. For trusted clients only."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Interval of a worker's heartbeat to the registry."""
-    heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 3.0
+    heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 2.5
     """A worker without a heartbeat for this long is gone."""
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish its requests."""

@@ -18,7 +18,7 @@ from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import InvalidRequest
 
 SIZE = 4 * 1024 * 1024
-CPU_S = 0.15
+CPU_S = 0.3  # of a core whose other thread is busy; without the bounds it is seconds
 
 
 def filled(before: str, item: str, after: str) -> bytes:
