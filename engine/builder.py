@@ -181,7 +181,7 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
 
 def _check_order(settings: Settings, model: ModelRunner) -> None:
     """Raises SettingsError for a model whose products could have the order that is asked for, and other layers not."""
-    if settings.sum_order != kernels.FASTEST and model.mixers is not None:
+    if settings.sum_order != kernels.FASTEST and model.mixers is not None and not model.mixers.exact:
         raise SettingsError(
             f"sum_order is {settings.sum_order}, and {settings.model} has recurrent layers, whose sums no setting"
             " orders: leave sum_order out for this model, whose streams may then continue with other, equally valid"

@@ -138,32 +138,6 @@ Tensor short_convolution_step(const Tensor& x, const Tensor& weight, const Optio
   return y;
 }
 
-// softplus(dt + bias), rounded to their type where transformers rounds; dt [rows, columns], bias [columns] or none.
-// torch.nn.functional.softplus gives other bits to an element at the end of a tensor.
-Tensor time_steps(const Tensor& dt, const OptionalTensor& bias, bool softplus) {
-  TORCH_CHECK(dt.dim() == 2 && dt.is_contiguous() && served(dt.scalar_type()), "tandem: time_steps wants [rows, columns]");
-  const int64_t columns = dt.size(1);
-  TORCH_CHECK(!bias || bias->numel() == columns, "tandem: a bias of another number of columns");
-  const Tensor own = bias ? bias->to(dt.scalar_type()).contiguous() : Tensor();
-  Tensor y = at::empty(dt.sizes(), dt.options());
-  with_type(dt.scalar_type(), [&]<typename T>(T) {
-    const T *from = dt.const_data_ptr<T>(), *beside = bias ? own.const_data_ptr<T>() : nullptr;
-    T* to = y.data_ptr<T>();
-    const Vec linear(20.0f);  // from here on softplus(x) is x
-    share_out(dt.size(0), 16, [&](int64_t row, int64_t end) {
-      for (; row < end; ++row)
-        for (int64_t c = 0; c < columns; c += LANES) {
-          const int some = static_cast<int>(std::min<int64_t>(LANES, columns - c));
-          Vec x = load(from + row * columns + c, some);
-          if (beside) x = rounded<T>(x + load(beside + c, some));
-          if (softplus) x = Vec::blendv(at::vec::minimum(x, linear).exp().log1p(), x, x > linear);
-          put(x, to + row * columns + c, some);
-        }
-    });
-  });
-  return y;
-}
-
 // ---- the scan of a state space: of each channel d a state S [state size], over the tokens
 
 // Of each channel:    S = decay S + (dt x) B;  y = C S + D x
@@ -302,7 +276,6 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def(
       "short_convolution_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, int[] rows, int[] to)"
       " -> Tensor");
-  m.def("time_steps(Tensor dt, Tensor? bias, bool softplus) -> Tensor");
   m.def(
       "state_space_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) states, int[] rows,"
       " int[] to) -> Tensor");
@@ -311,6 +284,5 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("short_convolution", &tandem::short_convolution);
   m.impl("short_convolution_step", &tandem::short_convolution_step);
-  m.impl("time_steps", &tandem::time_steps);
   m.impl("state_space_scan", &tandem::state_space_scan);
 }

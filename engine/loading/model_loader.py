@@ -40,6 +40,7 @@ from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
 from engine.parallel.weight_cut import cut
 from engine.runner import traced_forward
+from engine.runner.mixers import Mixers
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -98,7 +99,7 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=PLAIN if served_by == REFERENCE or mixers else sum_order(device, dtype, group.size if group else 1),
+        sum_order=_order(device, dtype, served_by, mixers, group),
         kv_dtype=kv_dtype,
         group=group,
     )
@@ -108,6 +109,15 @@ def load_model(
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     return _finished(model, group, say)
+
+
+def _order(
+    device: torch.device, dtype: torch.dtype, served_by: str, mixers: Mixers | None, group: RankGroup | None
+) -> str:
+    """PLAIN, which promises nothing, where a recurrent layer gives a token other bits in another step."""
+    if served_by == REFERENCE or (mixers is not None and not mixers.exact):
+        return PLAIN
+    return sum_order(device, dtype, group.size if group else 1)
 
 
 def _finished(model: ModelRunner, group: RankGroup | None, say: Callable[[str], None]) -> ModelRunner:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -33,11 +33,12 @@ from transformers.cache_utils import (
 
 from engine.attention.forward_context import Batch, running
 from engine.core.kv_layout import KvLayout
+from engine.kernels import exact
 from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
 from engine.runner.mixers import Mixer, Mixers
-from engine.runner.recurrences import with_operators
+from engine.runner.recurrences import one_function, with_operators
 from tandem.errors import CheckpointRefused
 
 STATE_LAYERS = (
@@ -191,6 +192,7 @@ def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
             with suppress(*ODD_ERRORS):  # its functions take other arguments than the operators
                 if _gap(alone, calls[mixer.name], mixers.facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
                     mixer.forward, mixer.takes = ours
+                    mixer.exact = one_function(mixer.module) and _same_bits(mixer, calls[mixer.name], mixers.facts)
                     continue
             alone.forward, alone.takes = own
         if in_pieces <= ROUNDING:
@@ -229,18 +231,34 @@ def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
     """Of its output in PIECES, which follow one another from a state, to that of all tokens at once; in standard
     deviations."""
     given = {name: _float(value) for name, value in given.items() if name != mixer.argument}
-    device = next(mixer.module.parameters()).device
-    with torch.inference_mode(), serving(mixer, StateMemory(_layout(facts), 2, device)) as step:
+    with torch.inference_mode():
         whole = _flat(type(mixer.module).forward(mixer.module, **given, **{mixer.argument: None}))
+    return float((_in_pieces(mixer, given, facts, PIECES) - whole).abs().max() / whole.std())
+
+
+def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> bool:
+    """Whether its output has the same bits in PIECES, token by token and all at once."""
+    given = {name: value for name, value in given.items() if name != mixer.argument}
+    device = next(mixer.module.parameters()).device
+    with exact(device):
+        ways = [_in_pieces(mixer, given, facts, cut) for cut in (PIECES, [sum(PIECES)], [1] * sum(PIECES))]
+    return all(torch.equal(ways[0], way) for way in ways[1:])
+
+
+def _in_pieces(mixer: Mixer, given: dict[str, Any], facts: StateFacts, pieces: Sequence[int]) -> torch.Tensor:
+    """Its output `[tokens, ...]` for pieces of so many tokens, which follow one another from a state."""
+    like = next(mixer.module.parameters())
+    memory = StateMemory(_layout(facts, like.dtype), 2, like.device)
+    with torch.inference_mode(), serving(mixer, memory) as step:
         parts, done = [], 0
-        for count in PIECES:
+        for count in pieces:
             part = {name: _rows(value, done, count) for name, value in given.items()}
             step.batch = Batch(query_lens=[count], context_lens=[done + count], slots=[1])
-            step.pages.states.begin()
+            memory.begin()
             parts.append(_flat(mixer.module(**part, **{mixer.argument: None})))
-            step.pages.states.commit()
+            memory.commit()
             done += count
-    return float((torch.cat(parts) - whole).abs().max() / whole.std())
+    return torch.cat(parts)
 
 
 @contextmanager

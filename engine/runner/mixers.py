@@ -85,7 +85,8 @@ class Mixer:
 
     def __init__(self, name: str, module: nn.Module, argument: str) -> None:
         self.name, self.module, self.argument = name, module, argument
-        self.by_token = False  # set by engine.loading.state_probe, as is the next one
+        self.by_token = False  # set by engine.loading.state_probe, as are the next ones
+        self.exact = False  # a token has the same bits however it is computed
         self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
         self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write where they are
         self._signature = inspect.signature(type(module).forward)
@@ -136,6 +137,10 @@ class Mixers:
     def switch(self, on: bool) -> None:
         for mixer in self.each:
             mixer.switch(on)
+
+    @property
+    def exact(self) -> bool:
+        return all(mixer.exact for mixer in self.each)
 
     def __str__(self) -> str:
         alone = sum(mixer.by_token for mixer in self.each)

@@ -19,12 +19,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.activations import ACT2FN
 
 from engine.kv.state_memory import Key, StateMemory
 
 Forward = Callable[..., Any]
 SILU = ("silu", "swish")
+NO_LIMIT = (0.0, float("inf"))
 
 
 class SlotRows:
@@ -58,6 +60,13 @@ def with_operators(kind: type) -> tuple[Forward, frozenset[str]] | None:
     forward = FunctionType(own.__code__, {**own.__globals__, **called}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return forward, frozenset(TAKES[name] for name in called if name in TAKES)
+
+
+def one_function(module: nn.Module) -> bool:
+    """False where transformers computes a chunk by another formula than single tokens: Mamba-2 clamps the time steps of
+    chunks alone."""
+    low, high = getattr(module, "time_step_limit", NO_LIMIT)
+    return (float(low), float(high)) == NO_LIMIT
 
 
 def gated_delta_rule(
@@ -166,7 +175,9 @@ def mamba_selective_state_update(
     out = _scan(x, steps, A, b, c, D, states, rows).view_as(hidden_states)
     if isinstance(state, torch.Tensor):
         state.copy_(states)
-    return _gated(out.to(hidden_states.dtype), z)
+    if hidden_states.dim() == 2:  # of Mamba-2 it is not rounded, as in the form for chunks
+        out = out.to(hidden_states.dtype)
+    return _gated(out, z)
 
 
 def mamba2_chunk_scan(
@@ -180,7 +191,7 @@ def mamba2_chunk_scan(
     dt_bias: torch.Tensor | None = None,
     initial_states: State = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: tuple[float, float] = NO_LIMIT,
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
@@ -210,14 +221,12 @@ def _scan(
 
 
 def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    """`dt [n, ..., *bias.shape]`."""
-    rows = dt.reshape(-1, dt.shape[-1] if bias is None else bias.numel()).contiguous()
-    steps: torch.Tensor = torch.ops.tandem.time_steps.default(rows, bias, softplus)
-    return steps.view(dt.shape)
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return nn.functional.softplus(dt) if softplus else dt
 
 
 def _gated(out: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
-    return out if z is None else torch.ops.tandem.gated.default(z.to(out.dtype), out, "silu")
+    return out if z is None else out * nn.functional.silu(z)
 
 
 def _activated(out: torch.Tensor, activation: str | None) -> torch.Tensor:

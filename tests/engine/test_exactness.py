@@ -1,7 +1,8 @@
 """A token's logits have the same bits whatever else is in the step, however its prompt was cut, prefilled or decoded.
 
 So an answer does not depend on a resume, a cached prefix or the rest of the batch. It holds on CPU with the
-compiled operators, in float32 and in bfloat16, for every family.
+compiled operators, in float32 and in bfloat16, for every family, with recurrent layers, too; but for those of whose
+layers transformers computes a chunk by another formula than a token.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from engine.kernels import modules
 from engine.loading import lora_loader
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
+from engine.runner import recurrences
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.random_checkpoints import TINY, make_adapter
+from loadtest.harness.random_checkpoints import HYBRID, TINY, make_adapter
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -51,13 +53,14 @@ def all_logits(
     model: ModelRunner, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int
 ) -> list[torch.Tensor]:
     """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks. If the
-    model has adapters, sequences use them and the base in turn."""
+    model has adapters, sequences use them and the base in turn; states are in slots that were used before."""
     rng = random.Random(seed)
     counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
     ids = rng.sample(range(sum(counts) + 5), sum(counts))
     tables = [[ids.pop() for _ in range(count)] for count in counts]
-    pages = model.allocate(sum(counts) + 5, BLOCK_SIZE)
+    pages = model.allocate(sum(counts) + 5, BLOCK_SIZE, slots=len(sequences) + 1)
     pages.buffer.fill_(255)  # NaN
+    slots = rng.sample(range(len(sequences) + 1), len(sequences))
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     while active := [index for index, tokens in enumerate(sequences) if done[index] < len(tokens)]:
@@ -65,11 +68,15 @@ def all_logits(
         ends = {index: done[index] + cut(rng, len(sequences[index]) - done[index]) for index in active}
         batch = pack([(sequences[index][: ends[index]], done[index], tables[index]) for index in active])
         batch.logits_at = list(range(len(batch.token_ids)))
+        if pages.states is not None:
+            batch.slots = [slots[index] for index in active]
         if model.lora is not None:
             batch.adapters = [index % (len(model.lora.slots) + 1) - 1 for index in active]
         for index, part in zip(active, model.forward(pages, batch).split(batch.query_lens), strict=True):
             rows[index].append(part)
             done[index] = ends[index]
+        if pages.states is not None:
+            pages.states.commit()
     return [torch.cat(parts) for parts in rows]
 
 
@@ -106,6 +113,34 @@ def test_logits_do_not_depend_on_the_step(
     folder = ROOT / "demo/model" if name == "demo" else checkpoint(f"tiny-{name}")
     model = load_model(str(folder), dtype=dtype, device=CPU)
     assert differing(model) == []
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(HYBRID))
+def test_nor_do_those_of_recurrent_layers_where_the_proof_says_so(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    """A worker's order of sums is that of its products then; otherwise it promises none. Nemotron-H's chunks clamp the
+    time steps, its single tokens do not."""
+    model = load_model(str(checkpoint(f"tiny-{name}")), dtype=dtype, device=CPU, max_model_len=256)
+    assert model.mixers is not None
+    assert model.mixers.exact is (name != "nemotron-h")
+    assert model.sum_order == (kernels.sum_order(CPU, dtype) if model.mixers.exact else kernels.PLAIN)
+    assert model.mixers.exact is False or differing(model) == []
+
+
+@built
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1"])
+def test_control_transformers_recurrences_depend_on_the_step(
+    name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a worker over them promises no order."""
+    monkeypatch.setattr(recurrences, "OPERATORS", {})
+    model = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU, max_model_len=256)
+    assert model.mixers is not None
+    assert (model.mixers.exact, model.sum_order) == (False, kernels.PLAIN)
+    assert differing(model)
 
 
 @built

@@ -209,14 +209,14 @@ def test_a_token_has_the_same_bits_however_it_is_computed(name: str, cut: int) -
     state is read and written where it is, and is that of the slot when the step has succeeded, not before."""
     rule = RULES[name]
     given, constants, _ = random_of(rule, 2, 40)
-    with threads(2):
+    with threads(2), kernels.exact(CPU):
         whole, last = rule.run(rule.ours, given, constants, None)
     kind = "conv" if "convolution" in name else "recurrent"
     key = (0, kind, 0)
     facts = StateFacts((RecurrentState(key, rule.state, torch.float32),), "transformers")
     memory = StateMemory(layout_of([], 1, torch.float32, "", states=facts), 3, CPU)
     parts = []
-    with threads(1):
+    with threads(1), kernels.exact(CPU):
         for start in range(0, 40, cut):
             memory.begin()
             rows = SlotRows(memory, key, [2]) if start else None

@@ -27,10 +27,10 @@ jobs, and some disconnect before the end; and about every `--every` seconds one 
 
 loadtest/scenarios/chaos/injector.py strikes inside workers. A fault that was not seen to strike does not count.
 
-With `--hybrid` the model has recurrent layers. Their sums have no fixed order (a worker's `sum_order` says "torch"), so
-log probabilities may then differ from the book's by LOGPROB_TOLERANCE; tokens and letters never, but where a random
-number falls on the border of two tokens (within 1e-7: one answer of 21,147 with `--seed 7`), which counts as corrupt.
-So it is where workers sum in several orders, as with `--set prefill_tp=2` alone.
+With `--hybrid` the model has recurrent layers (tiny, random Qwen3-Next). Where a worker promises no order of sums (its
+`sum_order` is "torch", as without the compiled operators), or where workers sum in several orders, as with `--set
+prefill_tp=2` alone, log probabilities may differ from the book's by LOGPROB_TOLERANCE; tokens and letters never, but
+where a random number falls on the border of two tokens, which counts as corrupt.
 
 An answer with status OK must equal the book's: each token, log probability and letter of each choice. A failed one must
 have one of the statuses that a lost process may cause, and what was received must be the beginning of the book's. No
