@@ -181,20 +181,18 @@ def _mixers(model: PreTrainedModel, cache: _Recorder, kept: dict[Key, Any], argu
 
 
 def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
-    """Sets `by_token` and `forward` of each mixer. Raises CheckpointRefused for one that is wrong in any case."""
+    """Decides how each mixer is served. Raises CheckpointRefused for one that is wrong in any case."""
     calls = _arguments(model, mixers, sum(PIECES))
+    exact_of: dict[Any, bool] = {}  # by what bits depend on: the code and the shapes
     for mixer in mixers.each:
         alone = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument)
         in_pieces = _gap(alone, calls[mixer.name], mixers.facts)
-        if compiled and (ours := with_operators(type(mixer.module))) is not None:
-            own = alone.forward, alone.takes
-            alone.forward, alone.takes = ours
-            with suppress(*ODD_ERRORS):  # its functions take other arguments than the operators
-                if _gap(alone, calls[mixer.name], mixers.facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
-                    mixer.forward, mixer.takes = ours
-                    mixer.exact = one_function(mixer.module) and _same_bits(mixer, calls[mixer.name], mixers.facts)
-                    continue
-            alone.forward, alone.takes = own
+        if compiled and _takes_operators(mixer, alone, calls[mixer.name], mixers.facts, in_pieces):
+            alike = type(mixer.module), tuple(each.shape for each in mixer.module.parameters())
+            if alike not in exact_of:
+                exact_of[alike] = _same_bits(mixer, calls[mixer.name], mixers.facts)
+            mixer.exact = one_function(mixer.module) and exact_of[alike]
+            continue
         if in_pieces <= ROUNDING:
             continue
         alone.by_token = True
@@ -205,6 +203,22 @@ def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
                 f" is off by {in_pieces:.1g} standard deviations, token by token by {by_token:.1g}"
             )
         mixer.by_token = not in_pieces <= LIKE * by_token
+
+
+def _takes_operators(mixer: Mixer, alone: Mixer, given: dict[str, Any], facts: StateFacts, in_pieces: float) -> bool:
+    """Gives a mixer and its copy in float32, `alone`, the forward over Tandem's operators, unless there is none or it
+    computes something else."""
+    ours = with_operators(type(mixer.module))
+    if ours is None:
+        return False
+    theirs = alone.forward, alone.takes
+    alone.forward, alone.takes = ours
+    with suppress(*ODD_ERRORS):  # its functions take other arguments than the operators
+        if _gap(alone, given, facts) <= min(max(ROUNDING, LIKE * in_pieces), MOST_ROUNDING):
+            mixer.forward, mixer.takes = ours
+            return True
+    alone.forward, alone.takes = theirs
+    return False
 
 
 def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str, dict[str, Any]]:
@@ -237,11 +251,11 @@ def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
 
 
 def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> bool:
-    """Whether its output has the same bits in PIECES, token by token and all at once."""
+    """Whether its output has the same bits all at once and in pieces."""
     given = {name: value for name, value in given.items() if name != mixer.argument}
     device = next(mixer.module.parameters()).device
     with exact(device):
-        ways = [_in_pieces(mixer, given, facts, cut) for cut in (PIECES, [sum(PIECES)], [1] * sum(PIECES))]
+        ways = [_in_pieces(mixer, given, facts, cut) for cut in (PIECES, [sum(PIECES)], [1, 1, sum(PIECES) - 2])]
     return all(torch.equal(ways[0], way) for way in ways[1:])
 
 

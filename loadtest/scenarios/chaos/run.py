@@ -27,7 +27,7 @@ jobs, and some disconnect before the end; and about every `--every` seconds one 
 
 loadtest/scenarios/chaos/injector.py strikes inside workers. A fault that was not seen to strike does not count.
 
-With `--hybrid` the model has recurrent layers (tiny, random Qwen3-Next). Where a worker promises no order of sums (its
+With `--hybrid` the model has recurrent layers (tiny, random Qwen3.5). Where a worker promises no order of sums (its
 `sum_order` is "torch", as without the compiled operators), or where workers sum in several orders, as with `--set
 prefill_tp=2` alone, log probabilities may differ from the book's by LOGPROB_TOLERANCE; tokens and letters never, but
 where a random number falls on the border of two tokens, which counts as corrupt.
