@@ -80,6 +80,12 @@ def _advice(cause: str, receipt: Receipt, usual_tpot: float) -> str:
         return f"attempts failed before the first token: {receipt.notes[0] if receipt.notes else 'no note says why'}"
     if cause == "prefill":
         computed = receipt.prompt_tokens - receipt.cached_tokens
+        if 2 * receipt.unresumed_tokens > computed:
+            return (
+                f"{computed} of {receipt.prompt_tokens} prompt tokens were computed, though the KV of"
+                f" {receipt.unresumed_tokens} of them was cached: no copy of the recurrent states was kept behind"
+                " them; prompts resume where earlier ones ended, or give workers more kv_blocks"
+            )
         return (
             f"{computed} of {receipt.prompt_tokens} prompt tokens were computed: put what prompts share at their"
             " beginning, or give prefill workers more cores or a faster device"

@@ -32,8 +32,7 @@ def _facts(item: Receipt) -> Table:
     table.add_row("path", Text(f"{item.path}: {workers_of(item)}"))
     table.add_row(
         "tokens",
-        f"{item.prompt_tokens} prompt ({item.cached_tokens} cached), {item.completion_tokens} completion, "
-        f"seed {item.seed}",
+        f"{item.prompt_tokens} prompt ({_cached(item)}), {item.completion_tokens} completion, seed {item.seed}",
     )
     if item.transfer is not None:
         table.add_row("transfer", Text(transfer(item.transfer)))
@@ -49,6 +48,11 @@ def _facts(item: Receipt) -> Table:
     if item.attempts > 1 or item.preemptions:
         table.add_row("trouble", Text(f"{item.attempts} attempts, {item.preemptions} preemptions", style="yellow"))
     return table
+
+
+def _cached(item: Receipt) -> str:
+    found = f", {item.unresumed_tokens} more without a copy of the states" if item.unresumed_tokens else ""
+    return f"{item.cached_tokens} cached{found}"
 
 
 def workers_of(item: Receipt) -> str:

@@ -90,7 +90,8 @@ class Receipt(_Dict):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that were found in a prefix cache."""
+    """Prompt tokens that were found in a prefix cache; of a model with recurrent layers, those up to the state from
+    which the prompt was resumed."""
     seed: int
     ttft: float
     """From the request's arrival at the router until the first token is there for its client to read."""
@@ -125,6 +126,8 @@ class Receipt(_Dict):
     """Unix seconds on the router's clock."""
     trace_id: str = ""
     """Of its trace, where one was recorded."""
+    unresumed_tokens: int = 0
+    """Prompt tokens whose KV was found after the cached ones, but no copy of the recurrent states behind them."""
     reasoning_tokens: int = 0
     """Completion tokens before the end of the model's reasoning, its markers included."""
 

@@ -79,6 +79,7 @@ class Sequence:
     rounded: bool = False  # its KV was kept in another type before: others must not find it in the prefix cache
     num_computed: int = 0  # leading tokens whose KV is in its blocks
     cached: int = 0  # of `num_computed` at admission: tokens found in the prefix cache
+    unresumed: int = 0  # tokens after those whose KV was found, too, but no copy of the recurrent states behind them
     preemptions: int = 0
     arrival: int = 0  # a number that grows with each sequence the scheduler takes
     overtaken: int = 0  # prompt tokens of later ones that were computed while this one waited

@@ -81,11 +81,13 @@ class SequenceStates:
         if not self.slots.take(sequence.id):
             return None
         hashes = sequence.reusable(self._pool.block_size)
-        for count in range(self._pool.match(hashes), 0, -1):
-            if hashes[count - 1] in self._snapshots:
-                self._begin_with(hashes[count - 1], sequence)
-                return hashes[:count]
-        return []
+        found = self._pool.match(hashes)
+        count = next((count for count in range(found, 0, -1) if hashes[count - 1] in self._snapshots), 0)
+        if sequence.preemptions == 0:
+            sequence.unresumed = (found - count) * self._pool.block_size
+        if count:
+            self._begin_with(hashes[count - 1], sequence)
+        return hashes[:count]
 
     def cut(self, sequence: Sequence, count: int) -> int:
         """How many of its next `count` tokens to compute: up to the place of the next snapshot."""

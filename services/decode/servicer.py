@@ -139,6 +139,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     compute_seconds=ended - steps[0].started,
                     cached_tokens=sequence.cached,
                     computed_tokens=message.tokens.position - sequence.cached,
+                    unresumed_tokens=sequence.unresumed,
                 ),
                 path=common_pb2.PATH_LOCAL,
             )

@@ -208,6 +208,7 @@ def _first_token(
         compute_seconds=timed.ended - first_step,
         cached_tokens=sequence.cached,
         computed_tokens=prompt - sequence.cached,
+        unresumed_tokens=sequence.unresumed,
     )
     token = timed.progress.token
     assert token is not None

@@ -187,7 +187,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ..., stop: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "prefill_tp", "decode_tp", "drafted", "accepted", "choice", "choices", "adapter", "estimate", "ended_at", "trace_id", "reasoning_tokens")
+    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "prefill_tp", "decode_tp", "unresumed_tokens", "drafted", "accepted", "choice", "choices", "adapter", "estimate", "ended_at", "trace_id", "reasoning_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class Receipt(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TP_FIELD_NUMBER: _ClassVar[int]
     DECODE_TP_FIELD_NUMBER: _ClassVar[int]
+    UNRESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +236,7 @@ class Receipt(_message.Message):
     preemptions: int
     prefill_tp: int
     decode_tp: int
+    unresumed_tokens: int
     drafted: int
     accepted: int
     choice: int
@@ -244,7 +246,7 @@ class Receipt(_message.Message):
     ended_at: float
     trace_id: str
     reasoning_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., prefill_tp: _Optional[int] = ..., decode_tp: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., ended_at: _Optional[float] = ..., trace_id: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., prefill_tp: _Optional[int] = ..., decode_tp: _Optional[int] = ..., unresumed_tokens: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., ended_at: _Optional[float] = ..., trace_id: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Estimate(_message.Message):
     __slots__ = ("wait_seconds", "compute_seconds", "here_seconds", "there_seconds")

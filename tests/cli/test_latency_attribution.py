@@ -35,6 +35,11 @@ CASES = [
     (receipt(retries=2.0, attempts=2), "failures", "decode-1: died"),
     (receipt(retries=2.0), "queueing", "waited in the router"),
     (receipt(prefill_compute=2.0), "prefill", "prompt tokens were computed"),
+    (
+        dataclasses.replace(receipt(prefill_compute=2.0), prompt_tokens=1000, cached_tokens=16, unresumed_tokens=900),
+        "prefill",
+        "no copy of the recurrent states",
+    ),
     (receipt(exposed=2.0, tpot=0.01 + 2.0 / 99), "transfer", "nixl:ucx:tcp"),
     (receipt(tpot=0.05), "decoding", "5.0 times as long"),
     (receipt(tpot=0.05, preemptions=2), "memory", "2 times"),

@@ -183,6 +183,7 @@ class RequestTimeline:
             prefill_tp=placement.prefill.tp if placement.prefill else 0,
             decode_tp=placement.decode.tp,
             cached_tokens=min(self._first.prefill.cached_tokens, request.prompt_len),
+            unresumed_tokens=self._first.prefill.unresumed_tokens,
             ttft_seconds=self._ttft,
             phases=[_phase(name, seconds) for name, seconds in self._phases()],
             tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
