@@ -212,6 +212,7 @@ class Worker:
             model=self.settings.model,
             layout_hash=self.layout_hash,
             kv_meaning=self.layout.meaning(),
+            computes_with=self.layout.computes_with(),
             kv_dtype=self.layout.dtype,
             sum_order=model.sum_order,
             kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
@@ -388,13 +389,12 @@ def alone_s(role: str, settings: Settings) -> float:
 
 def region_of(engine: Engine) -> Region:
     pages = engine.pages
-    on_host = pages.buffer.device.type == "cpu"
     return Region(
         address=pages.base_address,
         num_blocks=pages.num_blocks,
         block_bytes=pages.block_bytes,
         device=pages.device_id,
-        memory="dram" if on_host else "vram",
+        memory="dram" if pages.buffer.device.type == "cpu" else "vram",
         spare_block=engine.spare,
         keepalive=pages.buffer,
     )

@@ -60,6 +60,7 @@ class WorkerRecord:
     model: str = ""
     layout_hash: str = ""  # of its KV blocks
     kv_meaning: str = ""  # of what they hold: KV of equal meaning is read, in other blocks too
+    computes_with: str = ""  # checkpoint, its type and that of KV: equal in two workers, they give the same tokens
     kv_dtype: str = ""  # of an element of K or V, such as "int8"
     sum_order: str = ""  # equal in two workers: the same bits, such as "tile32"; "": not known
     kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included

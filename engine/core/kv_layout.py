@@ -122,6 +122,15 @@ class KvLayout:
         known = json.dumps([self.model_fingerprint, self.model_dtype, self.digest, calls, states])
         return hashlib.blake2b(known.encode(), digest_size=16, person=b"tandem.meaning").digest().hex()
 
+    def computes_with(self) -> str:
+        """32 hex digits over what tokens depend on: workers with equal ones give the same tokens, whatever blocks they
+        keep KV in and however they compute digests."""
+        calls = [(call.k_heads, call.k_dim, call.v_heads, call.v_dim) for call in self.calls]
+        states = [(state.key, state.shape, state.dtype) for state in self.states]
+        types = [self.model_dtype, self.dtype, self.scale_dtype, self.state_kernels]
+        known = json.dumps([self.model_fingerprint, types, calls, states])
+        return hashlib.blake2b(known.encode(), digest_size=16, person=b"tandem.computes").digest().hex()
+
     def differences(self, other: KvLayout) -> list[str]:
         """One sentence for each field that differs, with both values; empty when the layouts are equal."""
         sentences = [

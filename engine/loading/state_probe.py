@@ -175,7 +175,8 @@ def _mixers(model: PreTrainedModel, cache: _Recorder, kept: dict[Key, Any], argu
         if module in cache.owners.values():
             if module not in arguments:
                 raise CheckpointRefused(f"{name} does not get the cache as an argument")
-            found.append(Mixer(name, module, arguments[module]))
+            layers = frozenset(layer for layer, owner in cache.owners.items() if owner is module)
+            found.append(Mixer(name, module, arguments[module], layers))
     states = [RecurrentState(key, shape, None if dtype == own else dtype) for key, (shape, dtype) in kept.items()]
     return Mixers(found, StateFacts(tuple(states), "+".join(filter(find_spec, KERNELS)) or PLAIN))
 
@@ -185,18 +186,19 @@ def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
     calls = _arguments(model, mixers, sum(PIECES))
     exact_of: dict[Any, bool] = {}  # by what bits depend on: the code and the shapes
     for mixer in mixers.each:
-        alone = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument)
-        in_pieces = _gap(alone, calls[mixer.name], mixers.facts)
-        if compiled and _takes_operators(mixer, alone, calls[mixer.name], mixers.facts, in_pieces):
+        alone, facts = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument), mixers.facts_of(mixer)
+        in_pieces = _gap(alone, calls[mixer.name], facts)
+        if compiled and _takes_operators(mixer, alone, calls[mixer.name], facts, in_pieces):
             alike = type(mixer.module), tuple(each.shape for each in mixer.module.parameters())
             if alike not in exact_of:
-                exact_of[alike] = _same_bits(mixer, calls[mixer.name], mixers.facts)
-            mixer.exact = one_function(mixer.module) and exact_of[alike]
+                with suppress(*ODD_ERRORS):
+                    exact_of[alike] = _same_bits(mixer, calls[mixer.name], facts, next(model.parameters()).dtype)
+            mixer.exact = one_function(mixer.module) and exact_of.get(alike, False)
             continue
         if in_pieces <= ROUNDING:
             continue
         alone.by_token = True
-        by_token = _gap(alone, calls[mixer.name], mixers.facts)
+        by_token = _gap(alone, calls[mixer.name], facts)
         if not by_token <= MOST_ROUNDING:
             raise CheckpointRefused(
                 f"{mixer.name} ({type(mixer.module).__name__}) does not continue from its state: its output in pieces"
@@ -247,29 +249,41 @@ def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
     given = {name: _float(value) for name, value in given.items() if name != mixer.argument}
     with torch.inference_mode():
         whole = _flat(type(mixer.module).forward(mixer.module, **given, **{mixer.argument: None}))
-    return float((_in_pieces(mixer, given, facts, PIECES) - whole).abs().max() / whole.std())
+    return float((_in_pieces(mixer, given, facts, PIECES, torch.float32) - whole).abs().max() / whole.std())
 
 
-def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> bool:
-    """Whether its output has the same bits all at once and in pieces."""
+def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts, dtype: torch.dtype) -> bool:
+    """Whether its output has the same bits all at once, in pieces and beside another sequence, in the model's dtype."""
     given = {name: value for name, value in given.items() if name != mixer.argument}
     device = next(mixer.module.parameters()).device
     with exact(device):
-        ways = [_in_pieces(mixer, given, facts, cut) for cut in (PIECES, [sum(PIECES)], [1, 1, sum(PIECES) - 2])]
+        cuts = (PIECES, [sum(PIECES)], [1, 1, sum(PIECES) - 2])
+        ways = [_in_pieces(mixer, given, facts, cut, dtype) for cut in cuts]
+        ways.append(_in_pieces(mixer, given, facts, PIECES, dtype, beside=True))
     return all(torch.equal(ways[0], way) for way in ways[1:])
 
 
-def _in_pieces(mixer: Mixer, given: dict[str, Any], facts: StateFacts, pieces: Sequence[int]) -> torch.Tensor:
-    """Its output `[tokens, ...]` for pieces of so many tokens, which follow one another from a state."""
-    like = next(mixer.module.parameters())
-    memory = StateMemory(_layout(facts, like.dtype), 2, like.device)
+def _in_pieces(
+    mixer: Mixer,
+    given: dict[str, Any],
+    facts: StateFacts,
+    pieces: Sequence[int],
+    dtype: torch.dtype,
+    beside: bool = False,
+) -> torch.Tensor:
+    """Its output `[tokens, ...]` for pieces of so many tokens, which follow one another from a state; with `beside`, a
+    token of another sequence is in each step."""
+    memory = StateMemory(_layout(facts, dtype), 2, next(mixer.module.parameters()).device)
     with torch.inference_mode(), serving(mixer, memory) as step:
         parts, done = [], 0
-        for count in pieces:
+        for turn, count in enumerate(pieces):
             part = {name: _rows(value, done, count) for name, value in given.items()}
             step.batch = Batch(query_lens=[count], context_lens=[done + count], slots=[1])
+            if beside:
+                part = {name: _after(part[name], _rows(value, turn, 1)) for name, value in given.items()}
+                step.batch = Batch(query_lens=[count, 1], context_lens=[done + count, turn + 1], slots=[1, 0])
             memory.begin()
-            parts.append(_flat(mixer.module(**part, **{mixer.argument: None})))
+            parts.append(_flat(mixer.module(**part, **{mixer.argument: None}))[:count])
             memory.commit()
             done += count
     return torch.cat(parts)
@@ -322,6 +336,14 @@ def _rows(value: Any, start: int, count: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[:, start : start + count]
     return type(value)(_rows(each, start, count) for each in value) if isinstance(value, (tuple, list)) else value
+
+
+def _after(value: Any, more: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value, more], dim=1)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_after(*each) for each in zip(value, more, strict=True))
+    return value
 
 
 def _flat(result: Any) -> torch.Tensor:

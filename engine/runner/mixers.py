@@ -49,7 +49,7 @@ class SlotStates:
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> State:
         state = self._get((layer_idx, "recurrent", state_idx))
-        asked_for.set(state if isinstance(state, SlotRows) else None)
+        asked_for.set(state)
         return state
 
     def update_conv_state(
@@ -81,10 +81,10 @@ class SlotStates:
 
 
 class Mixer:
-    """One mixer; `argument` of its forward takes the cache."""
+    """One mixer; `argument` of its forward takes the cache, `layers` are those whose states it keeps there."""
 
-    def __init__(self, name: str, module: nn.Module, argument: str) -> None:
-        self.name, self.module, self.argument = name, module, argument
+    def __init__(self, name: str, module: nn.Module, argument: str, layers: Collection[int] = ()) -> None:
+        self.name, self.module, self.argument, self.layers = name, module, argument, layers
         self.by_token = False  # set by engine.loading.state_probe, as are the next ones
         self.exact = False  # a token has the same bits however it is computed
         self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
@@ -137,6 +137,10 @@ class Mixers:
     def switch(self, on: bool) -> None:
         for mixer in self.each:
             mixer.switch(on)
+
+    def facts_of(self, mixer: Mixer) -> StateFacts:
+        """What one of them keeps."""
+        return self.facts._replace(states=tuple(each for each in self.facts.states if each.key[0] in mixer.layers))
 
     @property
     def exact(self) -> bool:

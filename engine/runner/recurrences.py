@@ -45,7 +45,7 @@ class SlotRows:
 
 State = torch.Tensor | SlotRows | None
 # The recurrent state that the mixer whose forward runs has asked for.
-asked_for: ContextVar[SlotRows | None] = ContextVar("asked_for", default=None)
+asked_for: ContextVar[State] = ContextVar("asked_for", default=None)
 
 
 def with_operators(kind: type) -> tuple[Forward, frozenset[str]] | None:

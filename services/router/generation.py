@@ -18,7 +18,6 @@ from services.router.execution.request_timeline import RequestTimeline
 from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState
 from services.router.preprocess.validation import DEFAULT_PRIORITY, MAX_REQUEST_ID
-from services.router.routing.placement import Begun
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.settings import Settings
@@ -56,20 +55,18 @@ class Generation:
         tenant: ApiKey | None = None,
         past: Sequence[generation_pb2.GenerateResponse] | None = None,
         headers: Headers = tuple,
-        begun_with: Begun | None = None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields started, deltas, finished. The caller closes the generator when it stops reading.
 
         `remaining_s` is the time until the client's deadline, None if it set none. `authorization` is the header with
         its key, where `tenant` is not known yet. `past` are the stored events of a job's earlier attempts; the message
-        is then one that `fixed` returned, and only workers that compute with `begun_with` serve it. `headers` may name
-        the request's trace.
+        is then one that `fixed` returned. `headers` may name the request's trace.
         """
         arrived = monotonic()
         longest_s = self._settings.request_timeout_s
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
         span = self._tracing.request(message, self._model, headers)
-        timeline = RequestTimeline(arrived, span, begun_with)
+        timeline = RequestTimeline(arrived, span)
         with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span) as account, span:
             tenant = tenant or self._rate_limits.who(authorization)
             account.tenant = tenant.name

@@ -121,7 +121,7 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., choices: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "choice", "last", "adapter_fingerprint", "parts")
+    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "choice", "last", "adapter_fingerprint", "computes_with", "parts")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Delta(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_WITH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -139,8 +140,9 @@ class Delta(_message.Message):
     choice: int
     last: bool
     adapter_fingerprint: bytes
+    computes_with: str
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ..., last: _Optional[bool] = ..., adapter_fingerprint: _Optional[bytes] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ..., last: _Optional[bool] = ..., adapter_fingerprint: _Optional[bytes] = ..., computes_with: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("text", "reasoning", "call", "arguments")

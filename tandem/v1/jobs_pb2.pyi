@@ -74,7 +74,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class KeptJob(_message.Message):
-    __slots__ = ("request", "tenant", "layout_hash", "deadline", "trace", "kv_meaning", "kv_dtype")
+    __slots__ = ("request", "tenant", "layout_hash", "deadline", "trace")
     class TraceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -87,16 +87,12 @@ class KeptJob(_message.Message):
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
-    KV_MEANING_FIELD_NUMBER: _ClassVar[int]
-    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     request: _generation_pb2.GenerateRequest
     tenant: str
     layout_hash: str
     deadline: float
     trace: _containers.ScalarMap[str, str]
-    kv_meaning: str
-    kv_dtype: str
-    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., layout_hash: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ..., kv_meaning: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., layout_hash: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

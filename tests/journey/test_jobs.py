@@ -414,7 +414,7 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
     async with inside() as cluster:
         second: Any = await launch.start("router", cluster.settings, "router-1")
         served = second.models.first.served
-        others = [replace(one, kv_meaning="another") for one in served.decode_workers()]
+        others = [replace(one, computes_with="another") for one in served.decode_workers()]
         monkeypatch.setattr(served, "decode_workers", lambda: others)
         async with AsyncClient(second.address) as client:
             held(cluster.router, lambda now: len(now[0]) >= 1)
@@ -733,25 +733,6 @@ async def test_a_job_that_kills_workers_is_not_tried_again(
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
         assert (await ended(cluster.client, job.job_id)).state == "failed"
         assert len(seen) == 1
-
-
-async def test_a_job_waits_while_all_workers_have_kv_of_another_type(
-    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of an upgrade; when there is one as it had it goes on."""
-    monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
-    prompt = oracle.prompts(tiny, [30])[0]
-    async with inside() as cluster:
-        model = cluster.router.models.first.served
-        (mine,) = model.decode_workers()
-        with monkeypatch.context() as upgrade:
-            upgrade.setattr(model, "decode_workers", lambda: [replace(mine, kv_dtype="int8")])
-            job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
-            await asyncio.sleep(0.5)
-            waiting = await cluster.client.job(job.job_id)
-            assert (waiting.state, waiting.tokens) == ("open", 0)
-        async with asyncio.timeout(20):
-            assert await read(cluster.client, job.job_id) == oracle.greedy(tiny, prompt, NEW)
 
 
 # ---- who no longer owns a job can add nothing

@@ -89,6 +89,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "services/router/routing/worker_table.py": ("tests/router/test_request_scheduler.py",),
     "services/router/tenant_slots.py": ("tests/router/test_tenant_slots.py",),
     "services/router/routing/request_scheduler.py": ("tests/router/test_request_scheduler.py",),
+    "services/router/routing/waiting_request.py": ("tests/router/test_request_scheduler.py",),
     "services/router/tenancy/rate_limits.py": (
         *("tests/router/test_rate_limits.py", "tests/router/test_job_tokens.py"),
     ),
@@ -221,7 +222,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished and end >= final))",
     ): "no part ends behind the last block",
     (
-        "services/router/routing/request_scheduler.py",
+        "services/router/routing/waiting_request.py",
         "cached: Cached = lambda record: 0",
         "cached: Cached = lambda record: 1",
     ): "always given",

@@ -14,7 +14,8 @@ from cluster.state.job_journal import Entry, Kept
 from cluster.state.job_journal import JobState as State
 from cluster.state.registry import State as Ready
 from cluster.state.registry import WorkerRecord
-from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running, gives_its_tokens
+from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running, goes_on
+from services.router.preprocess.request import ResumeState
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
 
@@ -84,24 +85,35 @@ def worker(**said: str) -> WorkerRecord:
     return WorkerRecord("decode-0", "decode", Ready.READY, 1, "a", "h:1", **said)
 
 
+def stored(*computes_with: str) -> ResumeState:
+    """A token of each completion, as these workers gave it."""
+    deltas = [
+        generation_pb2.Delta(choice=choice, token_ids=[1], computes_with=by) for choice, by in enumerate(computes_with)
+    ]
+    return ResumeState(generation_pb2.GenerateResponse(delta=delta) for delta in deltas)
+
+
 @pytest.mark.parametrize(
-    ("said", "gives"),
+    ("tokens_of", "workers", "goes"),
     [
-        ({"layout_hash": "L", "kv_meaning": "M", "kv_dtype": "bfloat16"}, True),
-        ({"layout_hash": "other blocks", "kv_meaning": "M", "kv_dtype": "bfloat16"}, True),
-        ({"layout_hash": "other type", "kv_meaning": "M", "kv_dtype": "int8"}, False),
-        ({"layout_hash": "other checkpoint", "kv_meaning": "N", "kv_dtype": "bfloat16"}, False),
-        ({"layout_hash": "L"}, True),  # of an older version
-        ({"layout_hash": "other blocks"}, False),
+        ((), [("L", "X")], True),  # nothing is stored: on any
+        ((), [("M", "Y")], True),
+        (("X",), [("L", "X"), ("M", "Y")], True),
+        (("X",), [("other blocks", "X")], True),
+        (("X",), [("L", "Y")], False),
+        (("X", "Y"), [("L", "X"), ("M", "Y")], True),
+        (("X", "Y"), [("L", "X")], False),
+        (("L",), [("L", "")], True),  # a worker of a version that does not say it
+        (("",), [("L", "X")], True),  # tokens of such a version
+        (("",), [("L", "X"), ("M", "Y")], False),
     ],
 )
-@pytest.mark.parametrize("of_today", [True, False])
-def test_a_worker_gives_a_jobs_tokens_by_what_its_kv_means(said: dict[str, str], gives: bool, of_today: bool) -> None:
-    """Blocks of another size change no token. A job that an older version kept knows only the layout."""
-    kept = jobs_pb2.KeptJob(layout_hash="L")
-    if of_today:
-        kept.kv_meaning, kept.kv_dtype = "M", "bfloat16"
-    assert gives_its_tokens(worker(**said), kept) is (gives if of_today else said["layout_hash"] == "L")
+def test_a_job_goes_on_with_workers_that_give_its_tokens(
+    tokens_of: tuple[str, ...], workers: list[tuple[str, str]], goes: bool
+) -> None:
+    """Whatever blocks they have; each completion with its own."""
+    known = [worker(layout_hash=layout, computes_with=computes) for layout, computes in workers]
+    assert goes_on(stored(*tokens_of), "L", known) is goes
 
 
 def members(journal: Journal) -> dict[str, Any]:

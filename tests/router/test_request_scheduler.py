@@ -15,6 +15,7 @@ from services.router.routing import request_scheduler as module
 from services.router.routing import worker_table
 from services.router.routing.placement import Begun, Placement, RoutingConfig
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.worker_pools import DecodePool
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
 
@@ -690,16 +691,16 @@ async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobod
     )]  # fmt: skip
     scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
     async with AsyncExitStack() as stack:
-        lost: Any = {"begun": True, "begun_with": Begun("L", "", "tile32")}
+        lost: Any = {"begun": True, "begun_with": Begun("L", "tile32")}
         places = [await stack.enter_async_context(scheduler.placed(10, 20, 5.0, **lost)) for _ in range(3)]
     assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]
 
 
-@pytest.mark.parametrize("change", [{"layout_hash": "M"}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize("change", [{"layout_hash": "M"}, {"computes_with": "other"}])
 async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens(change: dict[str, str]) -> None:
     """At once, and it keeps no other request waiting; while no worker is known, it waits as all do."""
     scheduler = RequestScheduler(seen(replace(RECORD, **change)), 0.2, RoutingConfig())
-    begun = Begun("L", "")
+    begun = Begun("L")
     with pytest.raises(ResumeFailed) as failed:
         await once(scheduler, begun=True, begun_with=begun)
     assert failed.value.reason == "OTHER_MODEL"
@@ -709,18 +710,40 @@ async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens(chan
         await once(nobody, begun=True, begun_with=begun)
 
 
-async def test_a_stream_that_waits_in_vain_keeps_nobody_else_waiting() -> None:
-    """Its last worker is gone while it waits at the head of the queue: it ends, and the next one is served."""
-    mine = replace(RECORD, worker_id="decode-1", max_running=1)
-    view = seen(mine, replace(RECORD, layout_hash="M"))
-    scheduler = RequestScheduler(view, 5.0, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0, begun=True, begun_with=Begun("L", "")):
-        waiting = asyncio.create_task(once(scheduler, begun=True, begun_with=Begun("L", "")))
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only worker is full: the next request is served by another one at once, and it itself when there is room
+    again. In the control it stays at the head of the queue."""
+    if not apart:
+        monkeypatch.setattr(DecodePool, "serves_others", lambda self, begun: False)
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, layout_hash="M")
+    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    begun = {"begun": True, "begun_with": Begun("L")}
+    async with scheduler.placed(10, 20, 5.0, **begun) as first:  # type: ignore[arg-type]
+        waiting = asyncio.create_task(once(scheduler, **begun))
+        await asyncio.sleep(0)
         behind = asyncio.create_task(once(scheduler))
+        done, _ = await asyncio.wait({waiting, behind}, timeout=0.3)
+        assert done == ({behind} if apart else set())
+        assert scheduler.waiting() == (1 if apart else 2)
+    assert (await asyncio.wait_for(waiting, 1.0)).decode.worker_id == first.decode.worker_id == "decode-1"
+    assert (await asyncio.wait_for(behind, 1.0)).decode.worker_id == RECORD.worker_id
+    assert scheduler.waiting() == 0
+
+
+async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
+    """Aside or not."""
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, layout_hash="M")
+    view = seen(mine, other)
+    scheduler = RequestScheduler(view, 5.0, RoutingConfig())
+    begun = {"begun": True, "begun_with": Begun("L")}
+    async with scheduler.placed(10, 20, 5.0, **begun):  # type: ignore[arg-type]
+        waiting = asyncio.create_task(once(scheduler, **begun))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        view.workers = {RECORD.worker_id: replace(RECORD, layout_hash="M")}
+        view.workers = {RECORD.worker_id: other}
         await scheduler.keep_up()
         with pytest.raises(ResumeFailed):
             await asyncio.wait_for(waiting, 1.0)
-        assert (await asyncio.wait_for(behind, 1.0)).decode.worker_id == RECORD.worker_id

@@ -26,6 +26,7 @@ WORKER = WorkerSnapshot(
     stream_s=0.001,
 )
 MANY = 3 * SHORTLIST_SIZE
+COMPUTES = "XXY"
 ORDERS = ["tile32", "tile32", "pairs", "chain8", ""]
 RULESETS = [RoutingConfig(local, 3.0) for local in get_args(Local)]
 RULESETS += [RoutingConfig("measured", tpot=0.021), RoutingConfig("measured", tpot=0.1, mixed_step_floor_s=0.08)]
@@ -37,6 +38,7 @@ def pool(role: str, prompts: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStr
         st.just(WORKER),
         layout_hash=st.sampled_from("LLLM"),
         sum_order=st.sampled_from(ORDERS),
+        computes_with=st.sampled_from(COMPUTES),
         running=st.sampled_from([0, 0, 1, 5]),
         streams=st.integers(0, 4),
         free_blocks=st.sampled_from([0, 40, 60, 100]),
@@ -82,9 +84,8 @@ class Looked:
         decode = choose_decode(some, tokens, ahead, self.rules, kv_holder, latencies, begun)
         if decode is None:
             return None
-        return choose_prefill(
-            decode, self.prefills.shortlist(decode, latencies, cached, has), tokens, self.rules, kv_holder
-        )
+        prefills = self.prefills.shortlist(decode, latencies, cached, has)
+        return choose_prefill(decode, prefills, tokens, self.rules, kv_holder, begun=begun)
 
 
 def having(workers: list[WorkerSnapshot], cached: Mapping[str, int]) -> list[WorkerSnapshot]:
@@ -109,8 +110,8 @@ def test_a_few_workers_decide_as_all_of_them_do(
     decode worker that has its KV, and for a stream that was lost."""
     kv_holder = data.draw(st.sampled_from(["", *(one.worker_id for one in decodes)]))
     names = named(cached)
-    prefills = [replace(one, prompt_rate=1000.0) for one in prefills]
-    begun = data.draw(st.none() | st.builds(Begun, st.sampled_from("LM"), st.just(""), st.sampled_from(ORDERS)))
+    prefills = [replace(one, prompt_rate=1000.0, computes_with="X") for one in prefills]
+    begun = data.draw(st.none() | st.builds(Begun, st.sampled_from(COMPUTES), st.sampled_from(ORDERS)))
     found = Looked(rules, decodes, prefills).place(*request, kv_holder, names, begun)
     assert found == place(having(decodes, names), having(prefills, names), *request, rules, kv_holder, begun=begun)
 

@@ -155,24 +155,31 @@ def test_a_stream_goes_on_where_sums_are_the_same_and_never_waits_for_that(
     decodes = [replace(one, layout_hash="L", sum_order=SUMS[number % 2]) for number, one in enumerate(decodes)]
     able = [one for one in decodes if roomy(one, *request)]
     alike = [one for one in able if one.sum_order == wanted]
-    found = place(decodes, prefills, *request, RoutingConfig("never"), begun=Begun("L", "", wanted))
+    found = place(decodes, prefills, *request, RoutingConfig("never"), begun=Begun("", wanted))
     assert (found is None) == (not able)
     if found:
         assert loaded(found.decode) == min(map(loaded, alike or able))
         assert found.decode in (alike or able)
 
 
-@given(workers("decode"), REQUESTS, st.sampled_from("LM"), st.sampled_from(["bfloat16", "int8"]))
+@given(workers("decode"), workers("prefill"), REQUESTS, st.sampled_from("XY"))
 def test_a_stream_goes_on_only_where_the_checkpoint_and_the_type_of_kv_are_the_same(
-    decodes: list[WorkerSnapshot], request: tuple[int, int], meaning: str, dtype: str
+    decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], request: tuple[int, int], begun: str
 ) -> None:
-    """Whoever else has room would give other tokens from there on: then it is nowhere."""
-    types = ("bfloat16", "int8")
-    decodes = [replace(one, kv_dtype=types[number % 2]) for number, one in enumerate(decodes)]
-    able = [one for one in decodes if roomy(one, *request) and (one.layout_hash, one.kv_dtype) == (meaning, dtype)]
-    found = place(decodes, [], *request, RoutingConfig("never"), begun=Begun(meaning, dtype))
+    """Whoever else has room would give other tokens from there on: then it is nowhere. Nor does a prefill worker of
+    another type of KV compute its tokens again."""
+    decodes, prefills = (
+        [replace(one, layout_hash="L", computes_with="XY"[number % 2]) for number, one in enumerate(pool)]
+        for pool in (decodes, prefills)
+    )
+    able = [one for one in decodes if roomy(one, *request) and one.computes_with == begun]
+    found = place(decodes, prefills, *request, RoutingConfig("never"), begun=Begun(begun))
     assert (found is None) == (not able)
-    assert found is None or found.decode in able
+    if found:
+        assert found.decode in able
+        assert found.prefill is None or found.prefill.computes_with == begun
+        there = [one for one in prefills if one.usable and one.computes_with == begun]
+        assert (found.prefill is None) == (not there)
 
 
 def test_the_prefill_worker_is_chosen_whatever_its_sums_are() -> None:

@@ -78,6 +78,7 @@ class Completion:
                 delta.prompt_logprobs.CopyFrom(prompt_logprobs)
             if first + at == 0:
                 delta.adapter_fingerprint = self._adapter
+                delta.computes_with = timeline.begun_with.computes_with if timeline.begun_with else ""
             at += run.tokens
             delta.last = at == len(tokens.token_ids) and request.finish() is not None
             self._usage.sent(run.tokens, timeline.sent(run.tokens))

@@ -15,6 +15,7 @@ from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.usage_meter import UsageMeter
 from services.router.preprocess.request import Request, ResumeState
 from services.router.preprocess.tokenizer import Tokenizer
+from services.router.routing.placement import Begun
 from tandem.tasks import end
 
 
@@ -35,6 +36,7 @@ class RequestExecutor:
         """
         output = OutputQueue()
         first, *others = [sibling for sibling in request.fan_out() if sibling.choice not in resume.ended]
+        timeline.job_begun_with = _begun_with(resume, first.choice)
         lead = self._completion(first, timeline, output, resume)
 
         async def follow(other: Request) -> None:
@@ -42,7 +44,7 @@ class RequestExecutor:
             if first.generated > 1 and not resume.deltas[other.choice]:  # otherwise its own tokens are not cached there
                 other.kv_holder = timeline.decode_worker
             with timeline.span.begin(f"choice {other.choice}") as span:
-                own = RequestTimeline(timeline.arrived, span, timeline.job_begun_with)
+                own = RequestTimeline(timeline.arrived, span, _begun_with(resume, other.choice))
                 own.admitted(timeline)
                 await self._runner.run(self._completion(other, own, output, resume), deadline)
 
@@ -60,3 +62,8 @@ class RequestExecutor:
         markers = self._tokenizer.marker_ids if request.reading else ()
         reader = OutputReader(Detokenizer(self._tokenizer, markers, special=request.show_special), request)
         return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])
+
+
+def _begun_with(resume: ResumeState, choice: int) -> Begun | None:
+    computed = resume.computes_with.get(choice)
+    return Begun(computed) if computed else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import uniform
@@ -21,7 +22,7 @@ from cluster.state.registry import WorkerRecord
 from services.router.models import Models
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ServedModel
-from services.router.routing.placement import Begun
+from services.router.routing.worker_table import computes_with
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
@@ -194,22 +195,18 @@ class JobRunner:
     async def _attempt(self, job: _Running) -> None:
         """Continues after the stored tokens. Raises an error that ends the attempt early."""
         model = self._models.named(job.kept.request.model)
-        begun_with = self._begun_with(job, model.served)
         key = self._rate_limits.named(job.kept.tenant)
+        entries = await self._journal.all(job.record.job_id)
+        past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
+        stored = ResumeState(past)
+        self._check_workers(job, model.served, stored)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
             job.charged = True
-            entries = await self._journal.all(job.record.job_id)
-            past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
             events = model.generation.generate(
-                job.kept.request,
-                job.kept.deadline - time(),
-                tenant=key,
-                past=past,
-                headers=job.kept.trace.items,
-                begun_with=begun_with,
+                job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
             )
-            unfinished = choices(job.kept.request) - len(ResumeState(past).ended)  # an end may be stored twice
+            unfinished = choices(job.kept.request) - len(stored.ended)  # an end may be stored twice
             async with aclosing(events):
                 async for event in events:
                     unfinished -= event.HasField("finished")
@@ -241,16 +238,15 @@ class JobRunner:
             log.warning("job.not_kept", job=job_id, why=outcome.value)
         return outcome is Kept.KEPT
 
-    def _begun_with(self, job: _Running, served: ServedModel) -> Begun:
-        """What its tokens are computed with. Raises Unavailable while no decode worker computes with the same (an
-        upgrade, perhaps one that is reverted), and PreconditionFailed after some time."""
+    def _check_workers(self, job: _Running, served: ServedModel, stored: ResumeState) -> None:
+        """Raises Unavailable while no decode worker would give its other tokens (an upgrade, perhaps one that is
+        reverted), and PreconditionFailed after some time."""
         workers = served.decode_workers()
         if not workers:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        worker = next((worker for worker in workers if gives_its_tokens(worker, job.kept)), None)
-        if worker is not None:
+        if goes_on(stored, job.kept.layout_hash, workers):
             job.homeless_since = None
-            return Begun(worker.kv_meaning or worker.layout_hash, worker.kv_dtype)
+            return
         job.homeless_since = job.homeless_since or monotonic()
         what = "the job began with another checkpoint or type of KV than any worker has: the tokens would differ"
         if monotonic() - job.homeless_since > MAX_HOMELESS_S:
@@ -258,12 +254,12 @@ class JobRunner:
         raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")
 
 
-def gives_its_tokens(worker: WorkerRecord, kept: jobs_pb2.KeptJob) -> bool:
-    """Whether a decode worker has the checkpoint and the type of KV that the job began with, in blocks of any size.
-    Where one of the two is of a version that does not say so, the layouts must be equal."""
-    if worker.kv_meaning and kept.kv_meaning:
-        return (worker.kv_meaning, worker.kv_dtype) == (kept.kv_meaning, kept.kv_dtype)
-    return worker.layout_hash == kept.layout_hash
+def goes_on(stored: ResumeState, layout_hash: str, workers: Sequence[WorkerRecord]) -> bool:
+    """Whether each completion has a decode worker that gives its remaining tokens; one without tokens may begin on any.
+    Tokens of an older version do not say what computed them: then all workers must have the job's layout."""
+    if stored.deltas.keys() - stored.computes_with.keys():
+        return all(worker.layout_hash == layout_hash for worker in workers)
+    return set(stored.computes_with.values()) <= {computes_with(worker) for worker in workers}
 
 
 def open_journal(settings: Settings) -> JobJournal:

@@ -199,13 +199,10 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:
         self._rate_limits.check_job(key, len(request.token_ids.ids))
-        facts = self._models.named(request.model).served.facts()
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
-            layout_hash=facts.layout_hash,
-            kv_meaning=facts.kv_meaning,
-            kv_dtype=facts.kv_dtype,
+            layout_hash=self._models.named(request.model).served.facts().layout_hash,
             deadline=time() + self._settings.job_timeout_s,
             trace=dict(span.headers),
         )

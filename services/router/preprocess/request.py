@@ -85,9 +85,12 @@ class ResumeState:
         self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
         self.ended: set[int] = set()
         self.adapter_fingerprint = b""
+        self.computes_with: dict[int, str] = {}  # by completion: what its first token was computed with
         for event in events:
             if event.HasField("delta"):
                 self.deltas[event.delta.choice].append(event.delta)
+                if event.delta.computes_with:
+                    self.computes_with.setdefault(event.delta.choice, event.delta.computes_with)
                 self.adapter_fingerprint = self.adapter_fingerprint or event.delta.adapter_fingerprint
             elif event.HasField("finished"):
                 self.ended.add(event.finished.choice)

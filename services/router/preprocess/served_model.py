@@ -22,8 +22,6 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # as ServedModel.adapters
     layout_hash: str = ""  # of the KV
-    kv_meaning: str = ""  # equal layouts have equal ones, and so have layouts that differ in the size of blocks
-    kv_dtype: str = ""  # of an element of K or V
 
 
 class ServedModel:
@@ -65,8 +63,6 @@ class ServedModel:
                 eos_token_ids=tuple(longest.eos_token_ids),
                 adapters=adapters,
                 layout_hash=longest.layout_hash,
-                kv_meaning=longest.kv_meaning,
-                kv_dtype=longest.kv_dtype,
             )
         if self._facts is None:
             raise NoWorker("no decode worker has started yet; `tandem workers` shows the pools", retry_after=2.0)

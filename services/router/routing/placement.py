@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 
 class Begun(NamedTuple):
-    """What the decode worker computed with that gave a request's tokens so far. A worker with another checkpoint or
-    another type of KV would give other tokens from there on."""
+    """What the decode worker computed with that gave a request's tokens so far. One with another checkpoint or another
+    type of KV would give other tokens from there on."""
 
-    kv_meaning: str
-    kv_dtype: str
+    computes_with: str
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
 
 
@@ -43,7 +42,7 @@ class WorkerSnapshot:
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected to be dead, did not reject a request just now
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
-    kv_dtype: str = ""  # of an element of K or V
+    computes_with: str = ""  # equal in two workers: they give the same tokens
     tp: int = 1  # ranks that it consists of
     state_blocks: int = 0  # that each transfer takes beside those of KV, for recurrent states
     cached: int = 0  # leading tokens of the prompt in question that it need not compute
@@ -55,11 +54,11 @@ class WorkerSnapshot:
     @property
     def begun(self) -> Begun:
         """What tokens that it computes have begun with."""
-        return Begun(self.layout_hash, self.kv_dtype, self.sum_order)
+        return Begun(self.computes_with, self.sum_order)
 
     def continues(self, begun: Begun | None) -> bool:
         """Whether it gives the remaining tokens of a request that has some; their low bits may differ by sum order."""
-        return begun is None or (self.layout_hash, self.kv_dtype) == (begun.kv_meaning, begun.kv_dtype)
+        return begun is None or self.computes_with == begun.computes_with
 
     def uncached(self, tokens: int) -> int:
         """How many tokens of a prompt of `tokens` tokens it would have to compute; at least 1."""

@@ -11,24 +11,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from time import monotonic
 
 from cluster.state.registry import State
-from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue, Waiting
+from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.waiting_request import Holders, WaitingRequest
 from services.router.routing.worker_pools import expected_wait
 from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
 from services.router.routing.worker_table import Cached, WorkerTable
 from services.worker_liveness import Incarnation, WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
 from tandem.settings import RESERVED_OUTPUT_TOKENS
-
-Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
 
 # A worker that failed a request gets no new ones for this time, unless it comes back as a new incarnation.
 SUSPECT_S = 5.0
@@ -43,22 +42,6 @@ PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams agai
 OVER = object()
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting(Waiting):
-    ahead: int = 0
-    kv_holder: str = ""
-    begun_with: Begun | None = None
-    cached: Cached = lambda record: 0
-    holders: Holders = lambda role: ()
-    placement: Placement | None = None
-    placed: asyncio.Event = field(default_factory=asyncio.Event)
-    alone: bool = False
-    computed: int = 0  # prompt tokens that were expected to be computed
-    admitted: bool = False  # by its decode worker
-    refused: bool = False  # by its decode worker, for lack of room
-    homeless: bool = False  # no decode worker would give its remaining tokens
-
-
 class RequestScheduler:
     def __init__(self, view: WorkerLiveness, queue_timeout_s: float, config: RoutingConfig) -> None:
         self._view = view
@@ -68,13 +51,14 @@ class RequestScheduler:
         self._avoided: dict[tuple[Incarnation, Incarnation], float] = {}  # (decode, prefill) -> until when
         self._queue_timeout_s = queue_timeout_s
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
-        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._queue: FairQueue[WaitingRequest] = FairQueue()
+        self._aside: list[WaitingRequest] = []  # have begun on workers without room, while others serve the queue
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # what `_news` is about
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
-        self._placed: dict[int, _Waiting] = {}  # by the id() of its placement
+        self._placed: dict[int, WaitingRequest] = {}  # by the id() of its placement
 
     @asynccontextmanager
     async def placed(
@@ -107,7 +91,7 @@ class RequestScheduler:
         """
         ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
         self._catch_up()
-        waiting = _Waiting(
+        waiting = WaitingRequest(
             tokens,
             tenant,
             priority,
@@ -130,7 +114,7 @@ class RequestScheduler:
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
         finally:
-            self._queue.remove(waiting)
+            self._forget(waiting)
             if waiting.placement:
                 self._leave(waiting, waiting.placement)
             self._dispatch_soon()
@@ -145,7 +129,7 @@ class RequestScheduler:
 
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return len(self._queue)
+        return len(self._queue) + len(self._aside)
 
     def waiting_tokens(self) -> int:
         """The prompt tokens of waiting requests."""
@@ -195,7 +179,7 @@ class RequestScheduler:
         self._avoided[_incarnation(decode), _incarnation(prefill)] = now + SUSPECT_S
         self._dispatch_after(SUSPECT_S)
 
-    def _useful(self, waiting: _Waiting, remaining_s: float, ttft_s: float | None) -> float:
+    def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None) -> float:
         """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
         even an immediate start would be too late."""
         wait_s, own_s = self._expected(waiting)
@@ -219,7 +203,7 @@ class RequestScheduler:
             )
         return max(0.0, within_s - own_s)
 
-    def _expected(self, waiting: _Waiting) -> tuple[float, float]:
+    def _expected(self, waiting: WaitingRequest) -> tuple[float, float]:
         """The expected seconds of waiting and of computing: by the workers' rates, or by the pace at which places came
         free lately."""
         self._workers.settle()
@@ -235,7 +219,7 @@ class RequestScheduler:
             wait_s = max(wait_s, every * (before + 1))
         return wait_s, own_s
 
-    async def _wait(self, waiting: _Waiting, timeout_s: float, useful_s: float) -> Placement:
+    async def _wait(self, waiting: WaitingRequest, timeout_s: float, useful_s: float) -> Placement:
         if self._queue.first() is waiting:  # otherwise requests before it could not be placed either
             self._dispatch()
         patience_s = min(timeout_s, useful_s)
@@ -266,29 +250,51 @@ class RequestScheduler:
 
     def _dispatch_soon(self) -> None:
         """Dispatches once, however many requests end in this iteration of the event loop."""
-        if self._queue and self._dispatching is None:
+        if (self._queue or self._aside) and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         """Places waiting requests in their order while there is room, some in each iteration of the event loop. The
-        first that cannot be placed keeps all others waiting."""
+        first that cannot be placed keeps all others waiting, unless it waits for workers that are not theirs."""
         if self._dispatching:
             self._dispatching.cancel()
             self._dispatching = None
+        self._workers.settle()
+        for apart in self._aside.copy():
+            if not self._ended(apart) and (placement := self._place(apart, 0)):
+                self._aside.remove(apart)
+                self._take(apart, placement)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
-            if waiting and not self._workers.decodes.continues(waiting.begun_with):
-                self._queue.remove(waiting)  # it would keep all others waiting
-                waiting.homeless = True
-                waiting.placed.set()
+            if waiting is None:
+                return
+            if self._ended(waiting):
                 continue
-            placement = self._place(waiting, len(self._queue) - 1) if waiting else None
-            if waiting is None or placement is None or starts_late(placement, waiting.tokens):
+            placement = self._place(waiting, len(self._queue) - 1)
+            if placement is None and self._workers.decodes.serves_others(waiting.begun_with):
+                self._queue.remove(waiting)
+                self._aside.append(waiting)
+                continue
+            if placement is None or starts_late(placement, waiting.tokens):
                 return
             self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _place(self, waiting: _Waiting, queued_behind: int) -> Placement | None:
+    def _ended(self, waiting: WaitingRequest) -> bool:
+        """Ends the wait of a request that no worker could go on with."""
+        if self._workers.decodes.continues(waiting.begun_with):
+            return False
+        self._forget(waiting)
+        waiting.homeless = True
+        waiting.placed.set()
+        return True
+
+    def _forget(self, waiting: WaitingRequest) -> None:
+        self._queue.remove(waiting)
+        if waiting in self._aside:
+            self._aside.remove(waiting)
+
+    def _place(self, waiting: WaitingRequest, queued_behind: int) -> Placement | None:
         self._workers.settle()
         latencies = self._latencies.at(monotonic())
         decode = choose_decode(
@@ -307,7 +313,9 @@ class RequestScheduler:
         avoided = self._avoided_by(decode)
         share = queued_behind / max(1, self._workers.prefills.usable_count(decode.layout_hash) - len(avoided))
         prefills = self._prefills(waiting, decode, avoided)
-        placement = choose_prefill(decode, prefills, waiting.tokens, self._config, waiting.kv_holder, share, latencies)
+        placement = choose_prefill(
+            decode, prefills, waiting.tokens, self._config, waiting.kv_holder, share, latencies, waiting.begun_with
+        )
         if avoided and placement.prefill is None:
             why = f"KV from {' and '.join(avoided)} did not arrive at {decode.worker_id} lately"
             return replace(placement, why_local=f"{why}; {placement.why_local}" if prefills else why)
@@ -327,15 +335,17 @@ class RequestScheduler:
             and _incarnation(known[prefill[0]]) == prefill
         ]
 
-    def _decodes(self, waiting: _Waiting) -> list[WorkerSnapshot]:
+    def _decodes(self, waiting: WaitingRequest) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
         return self._workers.decodes.shortlist(waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached)
 
-    def _prefills(self, waiting: _Waiting, decode: WorkerSnapshot, avoided: Sequence[str]) -> list[WorkerSnapshot]:
+    def _prefills(
+        self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
+    ) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("prefill")
         return self._workers.prefills.shortlist(decode, self._latencies.at(monotonic()), holders, cached, avoided)
 
-    def _take(self, waiting: _Waiting, placement: Placement) -> None:
+    def _take(self, waiting: WaitingRequest, placement: Placement) -> None:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
@@ -344,10 +354,10 @@ class RequestScheduler:
             self._places.append(monotonic())
         else:
             self._places.clear()
-        self._workers.take(placement, self._blocks(waiting, placement), _new(waiting, placement))
+        self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
 
-    def _leave(self, waiting: _Waiting, placement: Placement) -> None:
-        self._workers.end(placement, self._blocks(waiting, placement), waiting.admitted)
+    def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:
+        self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
         del self._placed[id(placement)]
         if waiting.refused:
             self._refused(placement.decode)  # the end of a refused request made no room there
@@ -365,13 +375,7 @@ class RequestScheduler:
             self._news = self._workers.news(self._view.workers)
         return self._news
 
-    @staticmethod
-    def _blocks(waiting: _Waiting, placement: Placement) -> int:
-        decode = placement.decode
-        tokens = decode.block_size if _shares(waiting, placement) else waiting.tokens
-        return -(-(tokens + waiting.ahead) // decode.block_size) + (decode.state_blocks if placement.prefill else 0)
-
-    def _no_room(self, waiting: _Waiting, timeout_s: float) -> Busy | NoWorker:
+    def _no_room(self, waiting: WaitingRequest, timeout_s: float) -> Busy | NoWorker:
         if not any(record.state is State.READY for record in self._view.of_role("decode")):
             return NoWorker(
                 f"no decode worker was ready within {timeout_s:.0f} s; `tandem workers` shows the pools",
@@ -386,14 +390,3 @@ class RequestScheduler:
 
 def _incarnation(worker: WorkerSnapshot) -> Incarnation:
     return worker.worker_id, worker.incarnation
-
-
-def _new(waiting: _Waiting, placement: Placement) -> int:
-    """Tokens that must be computed; only those of the last block where the worker holds the prompt's KV."""
-    if _shares(waiting, placement):
-        return placement.decode.block_size
-    return (placement.prefill or placement.decode).uncached(waiting.tokens)
-
-
-def _shares(waiting: _Waiting, placement: Placement) -> bool:
-    return placement.prefill is None and placement.decode.worker_id == waiting.kv_holder

@@ -168,6 +168,12 @@ class DecodePool:
         """False where there are workers, but none that would give the remaining tokens of the request."""
         return begun is None or not self.workers or any(worker.continues(begun) for worker in self.workers.values())
 
+    def serves_others(self, begun: Begun | None) -> bool:
+        """Whether a worker could serve requests while none of those has room that would go on with this one."""
+        return begun is not None and any(
+            worker.usable and not worker.continues(begun) for worker in self.workers.values()
+        )
+
     def sharing(self, worker_id: str) -> str:
         """`worker_id` where that worker lets another answer begin with the KV of one that runs, otherwise "": nobody
         has the recurrent states of a prompt's last full block when the answer to it runs."""

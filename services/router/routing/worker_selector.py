@@ -58,7 +58,9 @@ def place(
     services.router.routing.worker_pools shortlists.
     """
     decode = choose_decode(decodes, tokens, ahead, config, kv_holder, latencies, begun)
-    return choose_prefill(decode, prefills, tokens, config, kv_holder, queued_behind, latencies) if decode else None
+    if decode is None:
+        return None
+    return choose_prefill(decode, prefills, tokens, config, kv_holder, queued_behind, latencies, begun)
 
 
 def choose_decode(
@@ -90,11 +92,17 @@ def choose_prefill(
     kv_holder: str = "",
     queued_behind: float = 0.0,
     latencies: PathLatencies = MappingProxyType({}),
+    begun: Begun | None = None,
 ) -> Placement:
-    """The second half of `place`: which worker computes the prompt for this decode worker."""
+    """The second half of `place`: which worker computes the prompt for this decode worker. What has begun is computed
+    again only where the type of KV is the same: another one would be rounded."""
     if decode.worker_id == kv_holder:
         return Placement(decode, None, "the KV of the prompt is there already")
-    compatible = [worker for worker in prefills if worker.usable and worker.layout_hash == decode.layout_hash]
+    compatible = [
+        worker
+        for worker in prefills
+        if worker.usable and worker.layout_hash == decode.layout_hash and worker.continues(begun)
+    ]
     if config.local == "always" or not compatible:
         why = why_only_local(decode, prefills, config)
         return Placement(decode, None, why, estimate_local(decode, tokens, config))

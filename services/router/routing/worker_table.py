@@ -166,7 +166,7 @@ class WorkerTable:
             local.last_used,
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
-            record.kv_dtype,
+            computes_with(record),
             record.tp,
             record.state_blocks,
         )
@@ -184,6 +184,11 @@ class WorkerTable:
         if running < 0:
             local.full_until = 0.0
         self._changed.add(worker.worker_id)
+
+
+def computes_with(record: WorkerRecord) -> str:
+    """What the record says, or what stands for it in that of a version that does not say it."""
+    return record.computes_with or record.layout_hash
 
 
 def _both(placement: Placement) -> Iterable[WorkerSnapshot]:

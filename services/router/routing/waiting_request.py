@@ -1,0 +1,44 @@
+"""A request that waits for its workers, and what its placement takes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.router.routing.fair_queue import Waiting
+from services.router.routing.placement import Begun, Placement
+from services.router.routing.worker_table import Cached
+
+Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest(Waiting):
+    ahead: int = 0
+    kv_holder: str = ""
+    begun_with: Begun | None = None
+    cached: Cached = lambda record: 0
+    holders: Holders = lambda role: ()
+    placement: Placement | None = None
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: bool = False
+    computed: int = 0  # prompt tokens that were expected to be computed
+    admitted: bool = False  # by its decode worker
+    refused: bool = False  # by its decode worker, for lack of room
+    homeless: bool = False  # no decode worker would give its remaining tokens
+
+    def blocks(self, placement: Placement) -> int:
+        """Blocks that it takes on the decode worker."""
+        decode = placement.decode
+        tokens = decode.block_size if self._shares(placement) else self.tokens
+        return -(-(tokens + self.ahead) // decode.block_size) + (decode.state_blocks if placement.prefill else 0)
+
+    def new_tokens(self, placement: Placement) -> int:
+        """Tokens that must be computed; only those of the last block where the worker holds the prompt's KV."""
+        if self._shares(placement):
+            return placement.decode.block_size
+        return (placement.prefill or placement.decode).uncached(self.tokens)
+
+    def _shares(self, placement: Placement) -> bool:
+        return placement.prefill is None and placement.decode.worker_id == self.kv_holder
