@@ -36,7 +36,6 @@ class SlotStates:
         """`previous`: the sequences have earlier tokens. States of the kinds `takes` go to operators, which read and
         write them where they are."""
         self._memory, self._slots, self._previous, self._takes = memory, slots, previous, takes
-        asked_for.set(None)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self._previous
@@ -117,7 +116,10 @@ class Mixer:
         for rows, slots, previous in _calls(batch, self.by_token):
             part = {name: _pick(value, rows, total) for name, value in given.items()}
             part[self.argument] = SlotStates(step.pages.states, slots, previous, self.takes)
-            result = self.forward(self.module, **part)
+            try:
+                result = self.forward(self.module, **part)
+            finally:
+                asked_for.set(None)
             single = not isinstance(result, tuple)
             results = (result,) if single else result
             out = out or [_packed_like(each, total) for each in results]
