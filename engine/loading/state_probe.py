@@ -271,8 +271,8 @@ def _in_pieces(
     dtype: torch.dtype,
     beside: bool = False,
 ) -> torch.Tensor:
-    """Its output `[tokens, ...]` for pieces of so many tokens, which follow one another from a state; with `beside`, a
-    token of another sequence is in each step."""
+    """The output `[tokens, ...]` of consecutive pieces of these lengths, each continued from the state of the last one.
+    `beside`: each step also has a token of another sequence."""
     memory = StateMemory(_layout(facts, dtype), 2, next(mixer.module.parameters()).device)
     with torch.inference_mode(), serving(mixer, memory) as step:
         parts, done = [], 0

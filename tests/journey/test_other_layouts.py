@@ -235,7 +235,7 @@ async def test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_el
         assert tokens == expected[: len(tokens)]
         if not goes_on:
             assert error.reason == "OTHER_MODEL"
-            assert await cluster.client.generate(prompt, max_tokens=NEW)  # nobody waits behind it
+            assert await cluster.client.generate(prompt, max_tokens=NEW)  # the queue is not blocked
 
 
 async def test_control_without_the_rule_a_stream_goes_on_with_another_checkpoint(

@@ -111,9 +111,12 @@ def stored(*computes_with: str) -> ResumeState:
 def test_a_job_goes_on_with_workers_that_give_its_tokens(
     tokens_of: tuple[str, ...], workers: list[tuple[str, str]], goes: bool
 ) -> None:
-    """Whatever blocks they have; each completion with its own."""
+    """Whatever blocks they have; each completion with its own, and one that has ended with none."""
     known = [worker(layout_hash=layout, computes_with=computes) for layout, computes in workers]
-    assert goes_on(stored(*tokens_of), "L", known) is goes
+    now = stored(*tokens_of)
+    assert goes_on(now, "L", known) is goes
+    now.ended.update(range(len(tokens_of)))
+    assert goes_on(now, "L", known)
 
 
 def members(journal: Journal) -> dict[str, Any]:

@@ -705,9 +705,9 @@ async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens(chan
         await once(scheduler, begun=True, begun_with=begun)
     assert failed.value.reason == "OTHER_MODEL"
     assert (await once(scheduler)).decode.worker_id == RECORD.worker_id
-    nobody = RequestScheduler(seen(), 0.2, RoutingConfig())
+    empty = RequestScheduler(seen(), 0.2, RoutingConfig())
     with pytest.raises(NoWorker):
-        await once(nobody, begun=True, begun_with=begun)
+        await once(empty, begun=True, begun_with=begun)
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -166,8 +166,8 @@ def test_a_stream_goes_on_where_sums_are_the_same_and_never_waits_for_that(
 def test_a_stream_goes_on_only_where_the_checkpoint_and_the_type_of_kv_are_the_same(
     decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], request: tuple[int, int], begun: str
 ) -> None:
-    """Whoever else has room would give other tokens from there on: then it is nowhere. Nor does a prefill worker of
-    another type of KV compute its tokens again."""
+    """Any other worker would give other tokens, even one with room. The tokens are not computed again by a prefill
+    worker with another type of KV either."""
     decodes, prefills = (
         [replace(one, layout_hash="L", computes_with="XY"[number % 2]) for number, one in enumerate(pool)]
         for pool in (decodes, prefills)

@@ -44,7 +44,8 @@ class RequestExecutor:
             if first.generated > 1 and not resume.deltas[other.choice]:  # otherwise its own tokens are not cached there
                 other.kv_holder = timeline.decode_worker
             with timeline.span.begin(f"choice {other.choice}") as span:
-                own = RequestTimeline(timeline.arrived, span, _begun_with(resume, other.choice))
+                own = RequestTimeline(timeline.arrived, span)
+                own.job_begun_with = _begun_with(resume, other.choice)
                 own.admitted(timeline)
                 await self._runner.run(self._completion(other, own, output, resume), deadline)
 

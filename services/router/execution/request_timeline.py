@@ -40,12 +40,11 @@ class ReceiptLog:
 
 
 class RequestTimeline:
-    def __init__(self, arrived: float, span: Span = NO_SPAN, job_begun_with: Begun | None = None) -> None:
-        """`span` receives the phases that the router measures. `job_begun_with` is what earlier attempts of its job
-        computed with."""
+    def __init__(self, arrived: float, span: Span = NO_SPAN) -> None:
+        """`span` receives the phases that the router measures."""
         self.arrived = arrived
         self.span = span
-        self.job_begun_with = job_begun_with
+        self.job_begun_with: Begun | None = None  # what earlier attempts of its job computed with
         self.attempts = 0
         self._admitted = arrived
         self._retries = 0.0  # attempts that failed or were refused, before the first token

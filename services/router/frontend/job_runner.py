@@ -255,11 +255,12 @@ class JobRunner:
 
 
 def goes_on(stored: ResumeState, layout_hash: str, workers: Sequence[WorkerRecord]) -> bool:
-    """Whether each completion has a decode worker that gives its remaining tokens; one without tokens may begin on any.
+    """Whether each completion that has tokens and has not ended has a decode worker that gives its remaining ones.
     Tokens of an older version do not say what computed them: then all workers must have the job's layout."""
-    if stored.deltas.keys() - stored.computes_with.keys():
+    begun = stored.deltas.keys() - stored.ended
+    if begun - stored.computes_with.keys():
         return all(worker.layout_hash == layout_hash for worker in workers)
-    return set(stored.computes_with.values()) <= {computes_with(worker) for worker in workers}
+    return {stored.computes_with[choice] for choice in begun} <= {computes_with(worker) for worker in workers}
 
 
 def open_journal(settings: Settings) -> JobJournal:

@@ -232,7 +232,7 @@ class RequestScheduler:
                 self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
             if waiting.placement is None:
                 raise self._no_room(waiting, patience_s) from error
-        if waiting.homeless:
+        if waiting.unplaceable:
             raise ResumeFailed(
                 "no decode worker has the checkpoint and the type of KV that its tokens so far were computed with",
                 reason="OTHER_MODEL",
@@ -261,14 +261,14 @@ class RequestScheduler:
             self._dispatching = None
         self._workers.settle()
         for apart in self._aside.copy():
-            if not self._ended(apart) and (placement := self._place(apart, 0)):
+            if not self._refuse_if_unplaceable(apart) and (placement := self._place(apart, 0)):
                 self._aside.remove(apart)
                 self._take(apart, placement)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
             if waiting is None:
                 return
-            if self._ended(waiting):
+            if self._refuse_if_unplaceable(waiting):
                 continue
             placement = self._place(waiting, len(self._queue) - 1)
             if placement is None and self._workers.decodes.serves_others(waiting.begun_with):
@@ -280,12 +280,12 @@ class RequestScheduler:
             self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _ended(self, waiting: WaitingRequest) -> bool:
-        """Ends the wait of a request that no worker could go on with."""
+    def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
+        """True: no decode worker gives its remaining tokens, and its wait has ended."""
         if self._workers.decodes.continues(waiting.begun_with):
             return False
         self._forget(waiting)
-        waiting.homeless = True
+        waiting.unplaceable = True
         waiting.placed.set()
         return True
 

@@ -26,7 +26,7 @@ class WaitingRequest(Waiting):
     computed: int = 0  # prompt tokens that were expected to be computed
     admitted: bool = False  # by its decode worker
     refused: bool = False  # by its decode worker, for lack of room
-    homeless: bool = False  # no decode worker would give its remaining tokens
+    unplaceable: bool = False  # no decode worker would give its remaining tokens
 
     def blocks(self, placement: Placement) -> int:
         """Blocks that it takes on the decode worker."""
