@@ -131,12 +131,13 @@ class DecodePool:
         self.capacity = PrefillCapacity()  # of all workers, for where there is no prefill worker
         self.spare_capacity = PrefillCapacity()  # of those that may compute prompts alongside prefill workers
         self._config = config
-        self._by_load: dict[Begun, SortedWorkers] = {}  # what tokens begin with there -> its workers
+        self._by_load: dict[tuple[str, str], SortedWorkers] = {}  # (computes_with, sum_order) -> its workers
         self._by_free_tokens = SortedWorkers()
 
     def put(self, worker: WorkerSnapshot) -> None:
         before = self.workers.get(worker.worker_id)
-        if before and before.begun != worker.begun:
+        kind = worker.computes_with, worker.sum_order
+        if before and (before.computes_with, before.sum_order) != kind:
             self.drop(worker.worker_id)
         self.workers[worker.worker_id] = worker
         usable = worker.usable
@@ -145,7 +146,7 @@ class DecodePool:
             -worker.free_blocks,
             worker.last_used,
         )
-        group = self._by_load.setdefault(worker.begun, SortedWorkers())
+        group = self._by_load.setdefault(kind, SortedWorkers())
         group.put(worker.worker_id, (*load, worker.worker_id) if usable else None)
         self._by_free_tokens.put(
             worker.worker_id, (-worker.free_blocks * worker.block_size, worker.worker_id) if usable else None
@@ -157,9 +158,7 @@ class DecodePool:
 
     def drop(self, worker_id: str) -> None:
         if worker := self.workers.pop(worker_id, None):
-            self._by_load[worker.begun].put(worker_id, None)
-            if not any(other.begun == worker.begun for other in self.workers.values()):
-                del self._by_load[worker.begun]
+            self._by_load[worker.computes_with, worker.sum_order].put(worker_id, None)
             self._by_free_tokens.put(worker_id, None)
             self.capacity.put(worker_id, 0.0, ())
             self.spare_capacity.put(worker_id, 0.0, ())
@@ -183,7 +182,7 @@ class DecodePool:
     def shortlist(
         self, tokens: int, ahead: int, kv_holder: str, holders: Iterable[str], cached: CachedAt
     ) -> list[WorkerSnapshot]:
-        """The least loaded worker with room for each `begun`, `kv_holder`, and `holders` of the prompt's beginning."""
+        """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning."""
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}
         most_free = self._by_free_tokens.first_key()
         if most_free and -most_free[0] >= tokens + ahead:
