@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from typing import Any
 
@@ -36,11 +36,16 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
     the operators for 16 bits.)
     """
     where = pack(model, cache)
-    prove(model)
+    prove_shapes(model)
+    find_norms(model)
+    return where
+
+
+def find_norms(model: nn.Module) -> None:
+    """Has the compiled operator replace each RMS norm below `model`."""
     for module in model.modules():
         if (norm := rms_norm_of(module)) is not None:
             module.__dict__.update({NORM: norm, REPLACEMENT: RmsNorm})
-    return where
 
 
 def switch(model: nn.Module, on: bool) -> None:
@@ -73,18 +78,41 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
             [*sizes, *(each.nbytes for each in own)],
             lambda: chain(map(torch.ops.tandem.pack.default, weights.values()), own),
         )
-    shared = kept is not None
+    said = f"weights: {sum(sizes) >> 20} MiB in panels, in"
     if kept is None:
-        kept = _in_one_stretch(weights.values(), sizes)
+        for _ in pack_each(model):
+            pass
+        return f"{said} memory of this worker alone"
     views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
-    packed = [(layer, (views[_key(weight)], *weight.shape)) for layer, weight in layers]
-    for layer, panels in packed:
-        layer.__dict__.update({_PACKED: panels, REPLACEMENT: Linear})
-    if shared:
-        for tensor, part in zip(own, kept[len(weights) :], strict=True):
-            tensor.data = part.view(tensor.dtype).view(tensor.shape)
-    where = "in a file that all workers share" if shared else "in memory of this worker alone"
-    return f"weights: {sum(sizes) >> 20} MiB in panels, {where}"
+    for layer, weight in layers:
+        _give_panels(layer, views[_key(weight)], weight)
+    for tensor, part in zip(own, kept[len(weights) :], strict=True):
+        tensor.data = part.view(tensor.dtype).view(tensor.shape)
+    return f"{said} a file that all workers share"
+
+
+def pack_each(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Packs weight by weight into one stretch of this process's memory, so that small ones share large memory pages.
+    Yields the layers that have each, as soon as they have its panels, and holds no weight then: it may be dropped."""
+    layers: dict[Any, list[nn.Module]] = {}  # tied weights are packed once
+    for layer in model.modules():
+        if (weight := weight_of(layer)) is not None:
+            layers.setdefault(_key(weight), []).append(layer)
+    sizes = [_packed_bytes(oriented(first)) for first, *_ in layers.values()]
+    starts, total = placed(sizes)
+    stretch = fresh_memory(total)
+    for own, at, size in zip(layers.values(), starts, sizes, strict=True):
+        weight = oriented(own[0])
+        part = stretch[at : at + size].view(weight.dtype)
+        part.copy_(torch.ops.tandem.pack.default(weight))
+        for layer in own:
+            _give_panels(layer, part, weight)
+        del weight
+        yield own
+
+
+def _give_panels(layer: nn.Module, panels: torch.Tensor, weight: torch.Tensor) -> None:
+    layer.__dict__.update({_PACKED: (panels, *weight.shape), REPLACEMENT: Linear})
 
 
 def _key(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
@@ -97,16 +125,6 @@ def _packed_bytes(weight: torch.Tensor) -> int:
     rows, columns, corner = (size(part).numel() for part in (weight[:, :1], weight[:1], weight[:1, :1]))
     nbytes: int = rows * columns // corner * weight.element_size()
     return nbytes
-
-
-def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Panels in memory of this process: uint8, concatenated, so that small ones share large memory pages."""
-    starts, total = placed(sizes)
-    stretch = fresh_memory(total)
-    parts = [stretch[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-    for part, weight in zip(parts, weights, strict=True):
-        part.copy_(torch.ops.tandem.pack.default(weight).view(torch.uint8))
-    return parts
 
 
 def _in_memory(model: nn.Module) -> list[torch.Tensor]:
@@ -171,25 +189,30 @@ def oriented(layer: Any) -> torch.Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-def prove(model: nn.Module) -> None:
-    """Compares the compiled product with torch's on random rows, once for each type and shape of weight."""
+def prove_shapes(model: nn.Module) -> None:
+    """`prove` of one product of each type and shape of weight."""
     layers = {
         (weight.dtype, weight.shape, layer.bias is None): layer
         for layer in model.modules()
         if (weight := weight_of(layer)) is not None
     }
-    generator = torch.Generator().manual_seed(0)
-    for (dtype, shape, _), layer in layers.items():
-        x = torch.randn(ROWS_TRIED, shape[1], generator=generator).to(dtype)
-        with torch.inference_mode():
-            ours = multiply(layer, x).float()
-            theirs = layer.forward(x).float()  # without the sum over ranks that may follow it
-        allowed = PRODUCT_GAP[dtype] * theirs.square().mean().sqrt()
-        if not (ours - theirs).abs().max() <= allowed:  # also for NaN
-            raise CheckpointRefused(
-                f"the compiled product with a weight of {tuple(shape)} in {dtype} differs from torch's; "
-                'load it with kernels="reference"'
-            )
+    for layer in layers.values():
+        prove(layer)
+
+
+def prove(layer: Any) -> None:
+    """Compares the compiled product with torch's on random rows. Raises CheckpointRefused if they differ."""
+    weight = oriented(layer)
+    x = torch.randn(ROWS_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    with torch.inference_mode():
+        ours = multiply(layer, x).float()
+        theirs = layer.forward(x).float()  # without the sum over ranks that may follow it
+    allowed = PRODUCT_GAP[weight.dtype] * theirs.square().mean().sqrt()
+    if not (ours - theirs).abs().max() <= allowed:  # also for NaN
+        raise CheckpointRefused(
+            f"the compiled product with a weight of {tuple(weight.shape)} in {weight.dtype} differs from torch's; "
+            'load it with kernels="reference"'
+        )
 
 
 def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -193,23 +193,25 @@ def is_nothing(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
-def drop_packed(model: nn.Module) -> int:
-    """Drops the weights of products that have panels and that no other module reads, such as an embedding; returns
-    their bytes. Without them only the compiled operators serve."""
-    products = [each for each in model.modules() if modules.has_panels(each)]
-    readers = {id(each) for each in products}
+def pack_in_place(model: nn.Module) -> int:
+    """Packs product after product, proves each, and drops the weight that it was made of, so that only one weight at a
+    time is in memory twice. Returns the bytes that were dropped: not those that another module reads, such as an
+    embedding. Afterwards only the compiled operators serve. Raises CheckpointRefused when a product is wrong."""
     others = {
         each.data_ptr()
         for module in model.modules()
-        if id(module) not in readers
+        if modules.weight_of(module) is None
         for each in module.parameters(recurse=False)
     }
     dropped = 0
-    for product in products:
-        weight: Any = product.weight
-        if weight.data_ptr() not in others and not is_nothing(weight):
-            dropped += weight.nbytes
-            weight.data = nothing(weight.shape, weight.dtype, weight.device)
+    for layers in modules.pack_each(model):
+        weights: dict[int, Any] = {id(each.weight): each.weight for each in layers}
+        for layer in layers:
+            modules.prove(layer)
+        for weight in weights.values():
+            if weight.data_ptr() not in others:
+                dropped += weight.nbytes
+                weight.data = nothing(weight.shape, weight.dtype, weight.device)
     return dropped
 
 

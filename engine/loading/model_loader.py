@@ -108,7 +108,7 @@ def load_model(
     _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
-    return _finished(model, group, say)
+    return _finished(model, whole, say)
 
 
 def _order(
@@ -120,21 +120,19 @@ def _order(
     return sum_order(device, dtype, group.size if group else 1)
 
 
-def _finished(model: ModelRunner, group: RankGroup | None, say: Callable[[str], None]) -> ModelRunner:
+def _finished(model: ModelRunner, whole: Whole | None, say: Callable[[str], None]) -> ModelRunner:
     """Ready to serve: with empty slots of adapters, and on all ranks parts of one model, equal in everything but which
     heads and columns they are."""
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
     _return_memory()
-    if group is None:
+    if model.group is None:
         return model
-    if not model.latent:  # whose attention reads weights of its projections
-        model.only_panels = weight_quantization.drop_packed(model.module)
-        _return_memory()
+    say(f"as served, {cut_check.check_served(model, whole)}")
     facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
     same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
-    group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
+    model.group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
     return model
 
 
@@ -177,6 +175,12 @@ def _prepare(
     say(f"operators: {described(model.kernels, model.sum_order)}")
     if weights != CHECKPOINT:
         say(quantise(model, weights, packer))
+    if model.group is not None:  # a rank has no memory for its part twice: weights are packed once they are checked
+        modules.find_norms(model.module)
+        say(f"self-check passed: {self_check.check(model)}")
+        model.only_panels = weight_quantization.pack_in_place(model.module)
+        modules.switch(model.module, True)
+        return
     if model.kernels != REFERENCE:
         say(modules.prepare(model.module, cache))
     if cuda:

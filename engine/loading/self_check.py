@@ -9,7 +9,8 @@ steps; each step's last logits are compared with those of an eager forward over 
 In float32 every correct family stays below 5e-5 and every wrong one above 2e-1, so 1e-3 decides, for the largest gap.
 
 A model in bfloat16 or float16 whose float32 copy fits into `COPY_LIMIT` bytes is checked on that copy, by the same
-rule; its own weights are put back untouched. A larger one is checked in its own dtype. There the roundings of two
+rule; its own weights are put back untouched. One rank of several has no memory for a copy of its part, so there each
+module has its float32 weights while it runs. A larger model is checked in its own dtype. There the roundings of two
 correct paths differ, and in a mixture of experts a rounding may choose another expert at a few positions; so the gap of
 a prompt is the median over its positions, and it is held against twice what rounding alone does to this model: the gap
 between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
@@ -29,12 +30,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.attention import stored_kv
 from engine.attention.forward_context import Batch
@@ -101,8 +103,10 @@ def check(model: ModelRunner) -> Report:
 def run(model: ModelRunner, adapters: Sequence[int] = ()) -> Report:
     """Measures the gap and leaves the model switched to the paged path. `adapters` has a slot for each of the four
     prompts (engine.runner.lora)."""
-    copied = not _exact(model) and 4 * model.parameters <= COPY_LIMIT
-    with _float32_copy(model) if copied else nullcontext():
+    wide: AbstractContextManager[None] = nullcontext()
+    if not _exact(model) and 4 * model.parameters <= COPY_LIMIT:
+        wide = _float32_copy(model) if model.group is None else _float32_in_turn(model)
+    with wide:
         return _run(model, adapters)
 
 
@@ -277,3 +281,39 @@ def _float32_copy(model: ModelRunner) -> Iterator[None]:
         model.dtype = dtype
         for tensor, data in zip(tensors, own, strict=True):
             tensor.data = data
+
+
+@contextmanager
+def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
+    """The same with one module's weights in float32 at a time, made anew whenever it runs."""
+    buffers = [each for each in model.module.buffers() if each.dtype == model.dtype]
+    own, dtype = [each.data for each in buffers], model.dtype
+    narrow: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def widen(module: nn.Module, *_: object) -> None:
+        narrow[module] = dict(module._parameters)
+        for name, each in narrow[module].items():
+            if each is not None and each.dtype == dtype:
+                module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
+
+    def restore(module: nn.Module, *_: object) -> None:
+        module._parameters.update(narrow.pop(module, {}))
+
+    handles = []
+    for module in model.module.modules():
+        if module._parameters:
+            handles.append(module.register_forward_pre_hook(widen, prepend=True))
+            handles.append(module.register_forward_hook(restore))
+    try:
+        for each in buffers:
+            each.data = each.data.float()
+        model.dtype = torch.float32
+        yield
+    finally:
+        model.dtype = dtype
+        for handle in handles:
+            handle.remove()
+        for module in list(narrow):
+            restore(module)
+        for each, data in zip(buffers, own, strict=True):
+            each.data = data
