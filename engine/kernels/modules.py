@@ -21,10 +21,12 @@ from engine.kernels import DTYPES, fresh_memory, panels_of
 from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
+PIECE = 3072  # rows of a weight that are packed at a time: a multiple of every level's panel
 ROWS_TRIED = 13  # whole tiles and a rest
 PRODUCT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
 _PACKED = "_tandem_packed"  # the weight in panels, for torch.ops.tandem.linear
 NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
+_TABLE = "_tandem_table"  # the panels of the product that an embedding is tied to, for torch.ops.tandem.look_up
 REPLACEMENT = "_tandem_replacement"  # the class whose forward serves in place of the module's own
 
 
@@ -104,7 +106,12 @@ def pack_each(model: nn.Module) -> Iterator[list[nn.Module]]:
     for own, at, size in zip(layers.values(), starts, sizes, strict=True):
         weight = oriented(own[0])
         part = stretch[at : at + size].view(weight.dtype)
-        part.copy_(torch.ops.tandem.pack.default(weight))
+        pieces = map(torch.ops.tandem.pack.default, torch.split(weight, PIECE))
+        filled = 0
+        for piece in pieces:
+            part[filled : filled + piece.numel()] = piece
+            filled += piece.numel()
+        assert filled == part.numel(), "a piece is no multiple of a panel"
         for layer in own:
             _give_panels(layer, part, weight)
         del weight
@@ -142,8 +149,16 @@ def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def has_panels(module: nn.Module) -> bool:
-    return _PACKED in module.__dict__
+def tables_of(model: nn.Module) -> dict[int, nn.Embedding]:
+    """Embeddings that could look up rows of panels, by the address of their weight; none of a subclass, whose forward
+    does more."""
+    plain = [each for each in model.modules() if type(each) is nn.Embedding and each.max_norm is None]
+    return {each.weight.data_ptr(): each for each in plain if each.weight.dtype in DTYPES}
+
+
+def tie(table: nn.Embedding, layer: nn.Module) -> None:
+    """Has an embedding look up rows of the panels of the product that it is tied to."""
+    table.__dict__.update({_TABLE: layer.__dict__[_PACKED], REPLACEMENT: Embedding})
 
 
 def panels(model: nn.Module) -> list[torch.Tensor]:
@@ -233,6 +248,14 @@ class Linear(Compiled):
             out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
             return out
         return multiply(self, x)
+
+
+class Embedding(Compiled):
+    """Looks up rows of the panels of a product."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tandem.look_up.default(ids, *self.__dict__[_TABLE])
+        return out
 
 
 class RmsNorm(Compiled):

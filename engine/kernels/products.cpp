@@ -251,23 +251,48 @@ int64_t packed_size(int64_t n, int64_t k) {
   return (n + PANEL - 1) / PANEL * panel_size<D>(k);
 }
 
+// Where a column's group is in a panel.
+template <typename D>
+int64_t place_of(bool tiled, int64_t group, int64_t column) {
+  if (!tiled) return group * PANEL + column;
+  return (group / TILE_ROWS * COLUMNS + column / LANES) * SUMS + group % TILE_ROWS * LANES + column % LANES;
+}
+
 template <typename D>
 void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
   const int64_t groups = panel_size<D>(k) / PANEL / D::GROUP;
   const bool tiled = D::GROUP == 2 && by_tiles();
-  const auto place = [=](int64_t group, int64_t column) {  // of a column's group, in a panel
-    if (!tiled) return group * PANEL + column;
-    return (group / TILE_ROWS * COLUMNS + column / LANES) * SUMS + group % TILE_ROWS * LANES + column % LANES;
-  };
   at::parallel_for(0, (n + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t group = 0; group < groups; ++group)
         for (int64_t column = 0; column < PANEL; ++column)
           for (int64_t i = 0; i < D::GROUP; ++i) {
             const int64_t row = panel * PANEL + column, at = group * D::GROUP + i;
-            out[(panel * groups * PANEL + place(group, column)) * D::GROUP + i] =
+            out[(panel * groups * PANEL + place_of<D>(tiled, group, column)) * D::GROUP + i] =
                 row < n && at < k ? w[row * k + at] : typename D::W(0.0f);
           }
+  });
+}
+
+// The rows `ids` of the weight [n, k] that was packed; out [ids, k].
+template <typename D>
+void unpack_rows(const Tensor& ids, const Tensor& packed, int64_t n, int64_t k, Tensor& out) {
+  using W = typename D::W;
+  TORCH_CHECK(packed.numel() == packed_size<D>(n, k), "tandem::look_up: not packed for this size or type");
+  const int64_t groups = panel_size<D>(k) / PANEL / D::GROUP;
+  const bool tiled = D::GROUP == 2 && by_tiles();
+  const W* panels = packed.const_data_ptr<W>();
+  const int64_t* wanted = ids.const_data_ptr<int64_t>();
+  W* rows = out.mutable_data_ptr<W>();
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    TORCH_CHECK_INDEX(wanted[i] >= 0 && wanted[i] < n, "index out of range in tandem::look_up");
+  at::parallel_for(0, ids.numel(), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const W* panel = panels + wanted[i] / PANEL * groups * PANEL * D::GROUP;
+      for (int64_t at = 0; at < k; ++at)
+        rows[i * k + at] =
+            panel[place_of<D>(tiled, at / D::GROUP, wanted[i] % PANEL) * D::GROUP + at % D::GROUP];
+    }
   });
 }
 
@@ -508,6 +533,19 @@ Tensor pack(const Tensor& weight) {
   return out;
 }
 
+// Rows of a packed weight [n, k], as an embedding that is tied to it looks them up: [*ids, k], the weight's bits.
+Tensor look_up(const Tensor& ids, const Tensor& packed, int64_t n, int64_t k) {
+  TORCH_CHECK(ids.scalar_type() == at::kLong && served(packed.scalar_type()), "tandem::look_up: another type");
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.push_back(k);
+  Tensor out = at::empty(shape, packed.options());
+  if (packed.scalar_type() == at::kFloat)
+    unpack_rows<Widened<float>>(ids.contiguous(), packed, n, k, out);
+  else
+    unpack_rows<Bf16>(ids.contiguous(), packed, n, k, out);
+  return out;
+}
+
 using Biases = std::vector<std::optional<Tensor>>;
 
 // x [m, k] times packed weights into `out`, plus `beside` if defined, or gated by `act` if not empty.
@@ -643,6 +681,7 @@ Tensor linears_gated(const Tensor& x, at::TensorList packed, const c10::List<std
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("pack(Tensor weight) -> Tensor");
+  m.def("look_up(Tensor ids, Tensor packed, int n, int k) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
   m.def("linear_add(Tensor x, Tensor packed, Tensor? bias, int n, int k, Tensor beside) -> Tensor");
   m.def("linears(Tensor x, Tensor[] packed, Tensor?[] biases, int[] n, int k) -> Tensor[]");
@@ -651,6 +690,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("pack", &tandem::pack);
+  m.impl("look_up", &tandem::look_up);
   m.impl("linear", &tandem::linear);
   m.impl("linear_add", &tandem::linear_add);
   m.impl("linears", &tandem::linears);

@@ -195,12 +195,14 @@ def is_nothing(tensor: torch.Tensor) -> bool:
 
 def pack_in_place(model: nn.Module) -> int:
     """Packs product after product, proves each, and drops the weight that it was made of, so that only one weight at a
-    time is in memory twice. Returns the bytes that were dropped: not those that another module reads, such as an
-    embedding. Afterwards only the compiled operators serve. Raises CheckpointRefused when a product is wrong."""
+    time is in memory twice. Returns the bytes that were dropped. An embedding that is tied to a product looks up its
+    panels; a weight that any other module reads stays. Afterwards only the compiled operators serve. Raises
+    CheckpointRefused when a product is wrong."""
+    tables = modules.tables_of(model)
     others = {
         each.data_ptr()
         for module in model.modules()
-        if modules.weight_of(module) is None
+        if modules.weight_of(module) is None and module not in tables.values()
         for each in module.parameters(recurse=False)
     }
     dropped = 0
@@ -209,9 +211,13 @@ def pack_in_place(model: nn.Module) -> int:
         for layer in layers:
             modules.prove(layer)
         for weight in weights.values():
-            if weight.data_ptr() not in others:
-                dropped += weight.nbytes
-                weight.data = nothing(weight.shape, weight.dtype, weight.device)
+            table = tables.get(weight.data_ptr())
+            if weight.data_ptr() in others or (table is not None and type(layers[0]) is not nn.Linear):
+                continue
+            if table is not None:
+                modules.tie(table, layers[0])
+            dropped += weight.nbytes
+            weight.data = nothing(weight.shape, weight.dtype, weight.device)
     return dropped
 
 

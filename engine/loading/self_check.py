@@ -32,10 +32,12 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from engine.attention import stored_kv
@@ -50,6 +52,7 @@ from tandem.errors import CheckpointRefused
 FP32_THRESHOLD = 1e-3
 COPY_LIMIT = 4 << 30  # bytes of a temporary float32 copy of the weights
 NOISE_FACTOR, NOISE_FLOOR, NOISE_CEILING = 2.0, 0.05, 0.8  # thresholds in 16 bits
+SLICE = 4 << 20  # weights of a product that are in float32 at a time, on one rank of several
 BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
 PROMPT_LENGTHS = (5, 21, 1)
 LONGEST, LONGEST_WINDOWED = 40, 1536  # tokens of the fourth prompt, without a window and at most with one
@@ -285,7 +288,8 @@ def _float32_copy(model: ModelRunner) -> Iterator[None]:
 
 @contextmanager
 def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
-    """The same with one module's weights in float32 at a time, made anew whenever it runs."""
+    """The same with one module's weights in float32 at a time, made anew whenever it runs; of a product, which may be
+    as large as the vocabulary, with a slice of them, and of an embedding with the rows that it looks up."""
     buffers = [each for each in model.module.buffers() if each.dtype == model.dtype]
     own, dtype = [each.data for each in buffers], model.dtype
     narrow: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
@@ -300,20 +304,34 @@ def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
         module._parameters.update(narrow.pop(module, {}))
 
     handles = []
+    products = [each for each in model.module.modules() if type(each) is nn.Linear]
     for module in model.module.modules():
-        if module._parameters:
+        if isinstance(module, nn.Embedding):
+            handles.append(module.register_forward_hook(lambda *call: call[-1].float(), prepend=True))
+        elif module._parameters and type(module) is not nn.Linear:
             handles.append(module.register_forward_pre_hook(widen, prepend=True))
             handles.append(module.register_forward_hook(restore))
     try:
+        for product in products:
+            product.__dict__["forward"] = partial(_by_slices, product)
         for each in buffers:
             each.data = each.data.float()
         model.dtype = torch.float32
         yield
     finally:
         model.dtype = dtype
+        for product in products:
+            product.__dict__.pop("forward", None)
         for handle in handles:
             handle.remove()
         for module in list(narrow):
             restore(module)
         for each, data in zip(buffers, own, strict=True):
             each.data = data
+
+
+def _by_slices(product: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if product.bias is None else product.bias.float()
+    rows = max(1, SLICE // product.in_features)
+    out = torch.cat([F.linear(x, part.float()) for part in torch.split(product.weight, rows)], -1)
+    return out if bias is None else out + bias

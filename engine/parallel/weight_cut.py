@@ -263,7 +263,7 @@ def _no_bias(name: str, model: PreTrainedModel) -> None:
 def _look_up_part(name: str, group: RankGroup, site: int, rows: tuple[int, int], model: PreTrainedModel) -> None:
     """Ids below or beyond those of all ranks raise IndexError, as with one rank."""
     module: Any = model.get_submodule(name)
-    whole_forward, (first, count) = module.forward, rows
+    first, count = rows
 
     def of_others(local: torch.Tensor) -> torch.Tensor:
         if group.rank == 0:
@@ -273,7 +273,7 @@ def _look_up_part(name: str, group: RankGroup, site: int, rows: tuple[int, int],
     def forward(ids: torch.Tensor) -> torch.Tensor:
         local = ids - first
         others = of_others(local)
-        found: torch.Tensor = whole_forward(local.masked_fill(others, 0))
+        found: torch.Tensor = type(module).forward(module, local.masked_fill(others, 0))  # of a class that may change
         return group.all_reduce(found.masked_fill(others.unsqueeze(-1), 0), site)
 
     module.forward = forward

@@ -1,14 +1,16 @@
 """A process that offers a region of KV until its stdin ends, over any transport; and what a reader needs to reach it.
 
-    python -m loadtest.microbench.kv_source KIND BLOCK_BYTES BLOCKS
+    python -m loadtest.microbench.kv_source KIND BLOCK_BYTES BLOCKS RANKS
 
-It prints `peer` and its description as JSON, with the address of its links.
+Its memory is that of a worker of so many ranks. It prints `peer` and its description as JSON, with the address of its
+links.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,6 +68,13 @@ def region_of(pages: npt.NDArray[np.uint8]) -> Region:
     return Region(pages.ctypes.data, pages.shape[0], pages.shape[1], keepalive=pages)
 
 
+def pages_of(ranks: int, block_bytes: int, blocks: int) -> npt.NDArray[np.uint8]:
+    """Memory for pages `[blocks, block_bytes]`: of several ranks it is shared between processes."""
+    if ranks == 1:
+        return np.empty((blocks, block_bytes), dtype=np.uint8)
+    return np.frombuffer(mmap.mmap(-1, blocks * block_bytes), dtype=np.uint8).reshape(blocks, block_bytes)
+
+
 def content(block_bytes: int, blocks: int) -> npt.NDArray[np.uint8]:
     """What a source has in its region."""
     return np.random.default_rng(0).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
@@ -79,8 +88,9 @@ def peer_from_json(values: dict[str, Any]) -> Peer:
     return Peer(**{**values, "metadata": bytes.fromhex(values["metadata"])})
 
 
-async def main(kind: str, block_bytes: int, blocks: int) -> None:
-    pages = content(block_bytes, blocks)
+async def main(kind: str, block_bytes: int, blocks: int, ranks: int) -> None:
+    pages = pages_of(ranks, block_bytes, blocks)
+    pages[:] = content(block_bytes, blocks)
     transport = make_transport(kind, region_of(pages), "bench-source", "1", LAYOUT)
     async with links_of(transport) as address:
         with transport.serving():
@@ -90,4 +100,4 @@ async def main(kind: str, block_bytes: int, blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

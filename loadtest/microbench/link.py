@@ -20,7 +20,7 @@ from kvtransfer.transport import Transport
 from kvtransfer.types import Peer, digest
 from loadtest.harness.processes import Process
 from loadtest.harness.stats import Row, Section, Spread, Tick, ratios, taken
-from loadtest.microbench.kv_source import LAYOUT, Dialler, peer_from_json, region_of
+from loadtest.microbench.kv_source import LAYOUT, Dialler, pages_of, peer_from_json, region_of
 
 CONTEXT = bytes(16)  # stands for a block's chained hash
 TIMEOUT_S = 30.0
@@ -85,11 +85,33 @@ async def _of_size(size: int, plan: Plan) -> list[Row]:
     ]
 
 
+async def between_sizes(ranks: int, size: int, plan: Plan) -> dict[tuple[int, int], list[float]]:
+    """Seconds of a pull over NIXL, by the number of ranks of the worker that has the blocks and of the one that pulls,
+    1 or `ranks`; in turn. A block is the same whatever the ranks; the memory that it lies in is not."""
+    count = plan.total // size
+    sizes = [(source, sink) for source in (1, ranks) for sink in (1, ranks)]
+    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in sizes}
+    async with AsyncExitStack() as stack:
+        ways = {}
+        for source, sink in sizes:
+            pages = pages_of(sink, size, count)
+            pages[:] = 1
+            ways[source, sink] = await stack.enter_async_context(_connected("nixl", pages, source))
+        for round_ in range(plan.repeats + 1):
+            pairs = list(zip(random.sample(range(count), count), random.sample(range(count), count), strict=True))
+            for each, (transport, peer) in ways.items():
+                start = perf_counter()
+                await transport.read(peer, pairs, TIMEOUT_S)
+                if round_:  # the first one only warms up
+                    seconds[each].append(perf_counter() - start)
+    return seconds
+
+
 @asynccontextmanager
-async def _connected(kind: str, pages: npt.NDArray[np.uint8]) -> AsyncIterator[tuple[Transport, Peer]]:
-    """A transport over `pages`, and a source of as many blocks in a process of its own."""
+async def _connected(kind: str, pages: npt.NDArray[np.uint8], ranks: int = 1) -> AsyncIterator[tuple[Transport, Peer]]:
+    """A transport over `pages`, and a source of as many blocks in a process of its own, with the memory of `ranks`."""
     count, size = pages.shape
-    other = Process(["loadtest.microbench.kv_source", kind, str(size), str(count)])
+    other = Process(["loadtest.microbench.kv_source", kind, *map(str, (size, count, ranks))])
     try:
         said = json.loads(other.line("peer "))
         peer = peer_from_json(said["peer"])

@@ -134,7 +134,7 @@ class Pair:
 async def repeat(failures: int) -> tuple[list[tuple[Usage, Usage]], float]:
     """The usage of reader and source after the first tenth of the failures, and at the end; and the seconds it took.
     Raises InternalError."""
-    source = Process(["loadtest.microbench.kv_source", "nccl", str(BLOCK_BYTES), str(BLOCKS)])
+    source = Process(["loadtest.microbench.kv_source", "nccl", str(BLOCK_BYTES), str(BLOCKS), "1"])
     try:
         said = json.loads(source.line("peer "))
         pages = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)

@@ -1,5 +1,5 @@
 """A worker of several ranks against one worker with all threads: seconds of a step, in turn in one run, the share of
-its sums over ranks, and the memory of each process.
+its sums over ranks, the memory of each process, and KV between workers of one rank and of several.
 
 The sums are measured alone, by ranks that are threads of this process and do nothing else: as many as a step has, of
 its size. A rank that waits for a slower one adds to that.
@@ -7,6 +7,7 @@ its size. A rank that waits for a slower one adds to that.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import tempfile
@@ -27,9 +28,11 @@ from engine.parallel.rank_group import RankGroup, group_memory
 from loadtest.harness.options import Repeats
 from loadtest.harness.random_checkpoints import make_checkpoint
 from loadtest.harness.stats import Spread, in_turn, ratios, taken
+from loadtest.microbench import link
 from tandem.settings import Settings
 
 BLOCK_SIZE = 16
+KV_BLOCK = 360 << 10  # bytes
 STEPS = {"decode of 1": (1, 1, 128), "decode of 8": (8, 1, 128), "prefill of 512": (1, 512, 0)}  # rows, new, done
 
 
@@ -90,6 +93,16 @@ def main(
         finally:
             for engine in engines.values():
                 engine.model.close()
+    transfers(ranks, repeats)
+
+
+def transfers(ranks: int, repeats: int) -> None:
+    """Pulls of blocks between workers of one rank and of several, as shares of the bandwidth between equal ones."""
+    seconds = asyncio.run(link.between_sizes(ranks, KV_BLOCK, link.Plan(repeats=repeats)))
+    for (source, sink), times in seconds.items():
+        rate = link.Plan.total / Spread.of(times).median / 1e9
+        equal = ratios(seconds[source, source], times).median
+        print(f"KV from {source} to {sink} ranks: {rate:.1f} GB/s, {equal:.2f} of {source} to {source}")
 
 
 def seconds_of(engine: Engine, batch: Batch) -> float:

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import kernels
 from engine.decoding.sampler import sample
-from engine.kernels import build, modules
+from engine.kernels import build, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import (
     CallFacts,
@@ -444,6 +444,45 @@ def test_packing_leaves_the_weights_alone() -> None:
     modules.pack(layer)
     x = torch.randn(3, 5)
     torch.testing.assert_close(modules.multiply(layer, x), layer(x))
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (64, 31), (50, 576), (130, 1000)])
+def test_a_row_of_panels_is_the_row_of_the_weight(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype)
+    packed = ops().pack(weight)
+    ids = torch.randint(0, shape[0], (2, 9))
+    assert torch.equal(ops().look_up(ids, packed, *shape), weight[ids])
+    for wrong in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            ops().look_up(torch.tensor([wrong]), packed, *shape)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_in_place_only_what_others_read_is_left(dtype: torch.dtype) -> None:
+    """A product and an embedding that is tied to one keep the panels alone; an embedding that does more than look up
+    keeps its table."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(ids)
+
+    model = nn.ModuleList(
+        [nn.Linear(5, 7), nn.Embedding(7, 5), nn.Linear(5, 7, bias=False), Scaled(7, 5), nn.Linear(5, 6)]
+    ).to(dtype)
+    model[1].weight, model[3].weight = model[0].weight, model[2].weight
+    ids, x = torch.randint(0, 7, (4,)), torch.randn(3, 5).to(dtype)
+    with torch.inference_mode():
+        before = [model[at](ids if at in (1, 3) else x) for at in range(5)]
+        dropped = weight_quantization.pack_in_place(model)
+        modules.switch(model, True)
+        for at, expected in enumerate(before):
+            torch.testing.assert_close(model[at](ids if at in (1, 3) else x), expected)
+    left = [not weight_quantization.is_nothing(model[at].weight) for at in range(5)]
+    assert left == [False, False, True, True, False]
+    assert dropped == (7 + 6) * 5 * x.element_size()
 
 
 @built
