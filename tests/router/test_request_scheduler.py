@@ -747,3 +747,25 @@ async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
         await scheduler.keep_up()
         with pytest.raises(ResumeFailed):
             await asyncio.wait_for(waiting, 1.0)
+
+
+async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None:
+    """It waited aside, and its last look finds the room that a record has shown meanwhile. Placed again by the next
+    dispatch, it left its first placement in the account of the worker for good."""
+    mine, other = replace(RECORD, max_running=1, running=1), replace(RECORD, worker_id="decode-1", layout_hash="M")
+    view = seen(mine, other)
+    scheduler = RequestScheduler(view, 0.1, RoutingConfig())
+    await scheduler.keep_up()
+
+    async def stream() -> None:
+        async with scheduler.placed(10, 20, 5.0, begun=True, begun_with=Begun("L")):
+            assert scheduler.waiting() == 0
+            await scheduler.keep_up()
+
+    waiting = asyncio.create_task(stream())
+    await asyncio.sleep(0.05)
+    assert scheduler.waiting() == 1
+    view.workers = {**view.workers, RECORD.worker_id: replace(RECORD, beat=2.0)}
+    await waiting
+    decode = (await once(scheduler, begun=True, begun_with=Begun("L"))).decode
+    assert (decode.running, decode.prompts) == (0, ())

@@ -262,7 +262,6 @@ class RequestScheduler:
         self._workers.settle()
         for apart in self._aside.copy():
             if not self._refuse_if_unplaceable(apart) and (placement := self._place(apart, 0)):
-                self._aside.remove(apart)
                 self._take(apart, placement)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
@@ -349,6 +348,7 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
+        self._forget(waiting)
         self._queue.place(waiting)
         if self._queue:
             self._places.append(monotonic())
