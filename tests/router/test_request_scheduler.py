@@ -769,3 +769,30 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
     await waiting
     decode = (await once(scheduler, begun=True, begun_with=Begun("L"))).decode
     assert (decode.running, decode.prompts) == (0, ())
+
+
+async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_that_it_waits_for() -> None:
+    """They go to other workers, though its own has room for each of them: of the room that it takes for the stream,
+    each would take a part as it comes. Streams aside are placed in their order for the same reason."""
+    mine, other = replace(RECORD, worker_id="decode-1", blocks_held=50), replace(RECORD, layout_hash="M", max_running=9)
+    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    begun: Any = {"begun": True, "begun_with": Begun("L")}
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(scheduler.placed(300, 310, 5.0, **begun))
+        places = list[str]()
+
+        async def stream(tokens: int) -> None:
+            async with scheduler.placed(tokens, tokens + 10, 5.0, **begun) as placement:
+                places.append(f"{placement.decode.worker_id} {tokens}")
+
+        streams = [asyncio.create_task(stream(tokens)) for tokens in (700, 20)]
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            placement = await stack.enter_async_context(scheduler.placed(10, 20, 5.0))
+            assert placement.decode.worker_id == RECORD.worker_id
+        assert (places, scheduler.waiting()) == ([], 2)
+        await stack.aclose()
+        await asyncio.gather(*streams)
+    assert places == ["decode-1 700", "decode-1 20"]
+    assert (await once(scheduler, **begun)).decode.worker_id == "decode-1"
+    assert scheduler.waiting() == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -52,7 +52,7 @@ class RequestScheduler:
         self._queue_timeout_s = queue_timeout_s
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
-        self._aside: list[WaitingRequest] = []  # have begun on workers without room, while others serve the queue
+        self._aside: defaultdict[str, list[WaitingRequest]] = defaultdict(list)  # by their workers' `computes_with`
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # what `_news` is about
@@ -129,7 +129,7 @@ class RequestScheduler:
 
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return len(self._queue) + len(self._aside)
+        return len(self._queue) + sum(map(len, self._aside.values()))
 
     def waiting_tokens(self) -> int:
         """The prompt tokens of waiting requests."""
@@ -250,7 +250,7 @@ class RequestScheduler:
 
     def _dispatch_soon(self) -> None:
         """Dispatches once, however many requests end in this iteration of the event loop."""
-        if (self._queue or self._aside) and self._dispatching is None:
+        if self._dispatching is None and self.waiting():
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
@@ -260,24 +260,30 @@ class RequestScheduler:
             self._dispatching.cancel()
             self._dispatching = None
         self._workers.settle()
-        for apart in self._aside.copy():
-            if not self._refuse_if_unplaceable(apart) and (placement := self._place(apart, 0)):
-                self._take(apart, placement)
+        self._dispatch_aside()
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
             if waiting is None:
                 return
             if self._refuse_if_unplaceable(waiting):
                 continue
-            placement = self._place(waiting, len(self._queue) - 1)
-            if placement is None and self._workers.decodes.serves_others(waiting.begun_with):
+            placement, begun = self._place(waiting, len(self._queue) - 1), waiting.begun_with
+            if placement is None and begun and self._workers.decodes.serves_others(begun):
                 self._queue.remove(waiting)
-                self._aside.append(waiting)
+                self._aside[begun.computes_with].append(waiting)
                 continue
             if placement is None or starts_late(placement, waiting.tokens):
                 return
             self._take(waiting, placement)
         self._dispatch_soon()
+
+    def _dispatch_aside(self) -> None:
+        for line in list(self._aside.values()):
+            for apart in line.copy():
+                if not self._refuse_if_unplaceable(apart):
+                    if (placement := self._place(apart, 0)) is None:
+                        break
+                    self._take(apart, placement)
 
     def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
@@ -290,8 +296,8 @@ class RequestScheduler:
 
     def _forget(self, waiting: WaitingRequest) -> None:
         self._queue.remove(waiting)
-        if waiting in self._aside:
-            self._aside.remove(waiting)
+        if waiting.begun_with and waiting in (line := self._aside[waiting.begun_with.computes_with]):
+            line.remove(waiting)
 
     def _place(self, waiting: WaitingRequest, queued_behind: int) -> Placement | None:
         self._workers.settle()
@@ -336,7 +342,9 @@ class RequestScheduler:
 
     def _decodes(self, waiting: WaitingRequest) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
-        return self._workers.decodes.shortlist(waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached)
+        found = self._workers.decodes.shortlist(waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached)
+        # Workers that somebody waits for aside take nobody else, or small requests would take all room as it comes.
+        return [worker for worker in found if (self._aside[worker.computes_with] or [waiting])[0] is waiting]
 
     def _prefills(
         self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
