@@ -118,11 +118,11 @@ class Engine:
         self._enter(sequence)
         wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
         blocks, hashes = self.pool.blocks_for(wanted), sequence.reusable(self.pool.block_size)
-        if arrives:
-            blocks += self.state_blocks
-        elif self.states:
+        blocks += self.state_blocks if arrives else 0
+        if self.states and not arrives:
             hashes = self.states.resume(sequence) or []
-        if (reused := self.pool.take(sequence.id, hashes, blocks)) is None:
+        reused = self.pool.take(sequence.id, hashes, blocks) if self.scheduler.may_reserve(blocks) else None
+        if reused is None:
             self.drop(sequence.id)
             raise Busy(f"needs {blocks} blocks, {self.pool.available} are available", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
