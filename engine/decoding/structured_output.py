@@ -301,6 +301,8 @@ class Filling:
         self._masks = masks
         self._sequences = list(rows.values())
         self._ended = threading.Event()
+        self._turn = threading.Lock()  # held to begin a row, and to take the rest from a thread: no row has two
+        self._at = (0, 0.0, TOKEN_CPU_S)  # the row, its thread's CPU time as it began, and how much more it may take
         self._start(0)
 
     def wait(self) -> Filling:
@@ -314,16 +316,19 @@ class Filling:
         return self
 
     def _skip_a_slow_row(self) -> None:
-        index, began, allowed = self._at
-        if self._masks.thread().cpu_s() - began > allowed and index == self._at[0]:
-            self.failed[self.rows[index]] = InvalidRequest(
-                "the grammar takes too long to find the next token; make it less ambiguous",
-                reason="GRAMMAR_TOO_COMPLEX",
-                field="sampling.grammar",
-                bound=f"{TOKEN_CPU_S:g} s of CPU time for a token",
-            )
-            self._masks.leave()
-            self._start(index + 1)
+        with self._turn:
+            index, began, allowed = self._at
+            if self._masks.thread().cpu_s() - began <= allowed:
+                return
+            self._attempt = object()
+        self.failed[self.rows[index]] = InvalidRequest(
+            "the grammar takes too long to find the next token; make it less ambiguous",
+            reason="GRAMMAR_TOO_COMPLEX",
+            field="sampling.grammar",
+            bound=f"{TOKEN_CPU_S:g} s of CPU time for a token",
+        )
+        self._masks.leave()
+        self._start(index + 1)
 
     def _start(self, index: int) -> None:
         thread = self._masks.thread()
@@ -334,9 +339,12 @@ class Filling:
     def _fill(self, start: int, attempt: object) -> None:
         for index in range(start, len(self.rows)):
             sequence, row = self._sequences[index], self.rows[index]
-            matched = sequence.matcher.matched if sequence.matcher else 0
-            replayed = len(sequence.tokens) - max(sequence.prompt_len, matched)
-            self._at = (index, thread_time(), TOKEN_CPU_S + REPLAY_CPU_S * replayed)
+            with self._turn:
+                if attempt is not self._attempt:
+                    return  # abandoned meanwhile; another thread does the rest
+                matched = sequence.matcher.matched if sequence.matcher else 0
+                replayed = len(sequence.tokens) - max(sequence.prompt_len, matched)
+                self._at = (index, thread_time(), TOKEN_CPU_S + REPLAY_CPU_S * replayed)
             try:
                 matcher_of(sequence).fill(sequence, self.bits, row)
             except InternalError as error:
@@ -344,9 +352,9 @@ class Filling:
             except Exception as error:  # a bug, here or in the library, fails its row; the thread continues
                 log.exception("grammar.broken", sequence=sequence.id)
                 self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
-            if attempt is not self._attempt:
-                return  # abandoned meanwhile; another thread does the rest
-        self._ended.set()
+        with self._turn:
+            if attempt is self._attempt:
+                self._ended.set()
 
 
 class Masks:

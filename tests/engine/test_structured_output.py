@@ -599,6 +599,43 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     assert masks.left_behind.count() == 0
 
 
+def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that was too slow went on with the next row, beside the one that took over: a token of that request
+    was matched twice."""
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    spec = GrammarSpec("regex", "[ab]+")
+    slow, good = sequence(spec), sequence(spec)
+    go, fills = threading.Event(), list[str]()
+
+    class Spins(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            while not go.is_set():
+                pass
+
+    class Counts(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            fills.append(threading.current_thread().name)
+            Matcher.fill(self, *arguments)
+
+    slow.matcher, good.matcher = Spins(slow.grammar, slow.stop_ids), Counts(good.grammar, good.stop_ids)
+    masks = Masks()
+    leave = masks.leave
+
+    def leave_late() -> None:
+        left = masks.thread()
+        go.set()
+        leave()
+        left.join(60)  # it does all that it would do
+
+    monkeypatch.setattr(masks, "leave", leave_late)
+    choices = choose(torch.zeros(2, VOCAB), [slow, good], masks.begin([slow, good], VOCAB))
+    assert [choice.token in b"ab" if choice.token else None for choice in choices] == [None, True]
+    assert len(fills) == 1
+    masks.end()
+
+
 def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog allows a step more time only while it waits for its masks."""
     masks = Masks()
