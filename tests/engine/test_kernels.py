@@ -450,6 +450,7 @@ def test_packing_leaves_the_weights_alone() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (64, 31), (50, 576), (130, 1000)])
 def test_a_row_of_panels_is_the_row_of_the_weight(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Bit for bit; an id that has none is refused."""
     weight = torch.randn(shape).to(dtype)
     packed = ops().pack(weight)
     ids = torch.randint(0, shape[0], (2, 9))

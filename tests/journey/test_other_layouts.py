@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from cluster.state.registry import WorkerRecord
 from engine import kernels
 from kvtransfer.types import Peer
+from services.router.preprocess.request import Request
 from services.router.routing.placement import WorkerSnapshot
 from tandem.errors import ResumeFailed
 from tests.support import oracle
@@ -247,6 +248,29 @@ async def test_control_without_the_rule_a_stream_goes_on_with_another_checkpoint
         await test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_else(
             inside, tiny, tmp_path, "stream", {"weights": "other"}
         )
+
+
+@pytest.mark.parametrize("followed", [True, False])
+async def test_an_answer_ends_where_the_checkpoint_that_computes_it_ends(
+    inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
+) -> None:
+    """Of two decode workers one has a checkpoint with another end token. In the control, where all requests have the
+    end tokens of one worker, half of the answers end elsewhere."""
+    if not followed:
+        monkeypatch.setattr(Request, "end_at", lambda self, eos: None)
+    prompt = oracle.prompts(tiny, [30])[0]
+    expected = oracle.greedy(tiny, prompt, NEW)
+    other = shutil.copytree(tiny, tmp_path / tiny.name)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": expected[3]}))
+    ends = {"decode-0": expected, "decode-1": expected[: expected.index(expected[3]) + 1]}
+    async with inside() as cluster:
+        cluster.settings = cluster.settings.model_copy(update={"model": str(other)})
+        await cluster.start_worker("decode-1")
+        await cluster.seen(3)
+        answers = [await cluster.client.generate(prompt, max_tokens=NEW) for _ in range(6)]
+        assert {answer.receipt.decode_worker for answer in answers} == set(ends)
+        right = [answer.token_ids == ends[answer.receipt.decode_worker] for answer in answers]
+        assert all(right) is followed
 
 
 def other_weights(folder: Path, into: Path) -> Path:

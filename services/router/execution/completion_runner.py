@@ -127,6 +127,7 @@ class CompletionRunner:
         """Reads one decode worker's stream to its end, or to the token that completes a stop string."""
         timeline, worker, lost = completion.timeline, placement.decode.worker_id, DECODE_UNREACHABLE
         timeline.dispatched()
+        completion.request.end_at(placement.decode.eos_token_ids)
         message = _decode_request(completion.request, placement, timeline.attempts, alone)
         try:
             async with self._muxes.decode(placement.decode, message, deadline, span) as (call, substream):

@@ -34,6 +34,7 @@ class Request:
     sampling: sampling_pb2.Sampling
     stop_ids: list[int]
     salt: bytes
+    own_stop_ids: list[int] | None = None  # those that are not the model's end tokens; None: no end token ends it
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     show_special: bool = False  # tokens in the text
@@ -52,6 +53,11 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def end_at(self, eos_token_ids: Iterable[int]) -> None:
+        """The end tokens are those of the worker that serves it: a cluster may have two checkpoints for a while."""
+        if self.own_stop_ids is not None:
+            self.stop_ids = [*eos_token_ids, *self.own_stop_ids]
 
     def finish(self) -> common_pb2.FinishReason | None:
         """Why the journal is complete; None while it is not."""
@@ -124,9 +130,11 @@ def build_request(
     max_tokens = validation.max_tokens(params, len(tokens), model.context, default_max_tokens)
     validation.check_min_tokens(params.min_tokens, max_tokens)
     validation.check_prompt_logprobs(params, len(tokens))
-    stop_ids = validation.stop_ids(params, model)
-    if message.suffix and tokenizer.infilling and not params.ignore_eos:
-        stop_ids += tokenizer.infilling.ends
+    stop_ids = own_stop_ids = validation.stop_ids(params, model.vocab_size)
+    if not params.ignore_eos:
+        if message.suffix and tokenizer.infilling:
+            own_stop_ids += tokenizer.infilling.ends
+        stop_ids = [*model.eos_token_ids, *own_stop_ids]
     for word in validation.bad_words(params, has_tokenizer=tokenizer.backend is not None):
         sampling.bad_words.extend(sampling_pb2.BadWord(token_ids=ids) for ids in tokenizer.spellings(word))
     if (grammar := _grammar(message, tokenizer, stop_ids, fixed)) is not None:
@@ -143,6 +151,7 @@ def build_request(
         max_tokens=max_tokens,
         sampling=sampling,
         stop_ids=stop_ids,
+        own_stop_ids=None if params.ignore_eos else own_stop_ids,
         salt=message.cache_salt,
         ttft_s=validation.ttft_objective(message),
         stops=validation.stop_strings(params, has_tokenizer=tokenizer.backend is not None),

@@ -77,12 +77,12 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
         raise out_of_bounds("sampling.min_tokens", str(min_tokens), f"0 to max_tokens ({max_tokens})")
 
 
-def stop_ids(params: sampling_pb2.SamplingParams, model: ModelFacts) -> list[int]:
-    """The client's, and the model's own unless they are to be ignored."""
-    ids = token_ids(params.stop_token_ids, "sampling.stop_token_ids", model.vocab_size)
+def stop_ids(params: sampling_pb2.SamplingParams, vocab_size: int) -> list[int]:
+    """The client's."""
+    ids = token_ids(params.stop_token_ids, "sampling.stop_token_ids", vocab_size)
     if len(ids) > MAX_STOP_IDS:
         raise out_of_bounds("sampling.stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS} ids")
-    return ids if params.ignore_eos else [*ids, *model.eos_token_ids]
+    return ids
 
 
 def stop_strings(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Times are in seconds: measured by the workers themselves, or observed by earlier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -45,6 +45,7 @@ class WorkerSnapshot:
     computes_with: str = ""  # equal in two workers: they give the same tokens
     tp: int = 1  # ranks that it consists of
     state_blocks: int = 0  # that each transfer takes beside those of KV, for recurrent states
+    eos_token_ids: Sequence[int] = ()  # the end tokens of its checkpoint
     cached: int = 0  # leading tokens of the prompt in question that it need not compute
 
     def with_cached(self, cached: int) -> WorkerSnapshot:

@@ -169,6 +169,7 @@ class WorkerTable:
             computes_with(record),
             record.tp,
             record.state_blocks,
+            record.eos_token_ids,
         )
 
     def _of(self, worker: WorkerSnapshot) -> _LocalChanges:
