@@ -181,11 +181,14 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
 
 def _check_order(settings: Settings, model: ModelRunner) -> None:
     """Raises SettingsError for a model whose products could have the order that is asked for, and other layers not."""
-    if settings.sum_order != kernels.FASTEST and model.mixers is not None and not model.mixers.exact:
+    unordered = "sparse indexers" if model.indexers is not None else None
+    if model.mixers is not None and not model.mixers.exact:
+        unordered = "recurrent layers"
+    if settings.sum_order != kernels.FASTEST and unordered is not None:
         raise SettingsError(
-            f"sum_order is {settings.sum_order}, and {settings.model} has recurrent layers, whose sums no setting"
-            " orders: leave sum_order out for this model, whose streams may then continue with other, equally valid"
-            " tokens where they move to another worker",
+            f"sum_order is {settings.sum_order}, and {settings.model} has {unordered}, whose sums no setting orders:"
+            " leave sum_order out for this model, whose streams may then continue with other, equally valid tokens"
+            " where they move to another worker",
             field="sum_order",
             bound=kernels.FASTEST,
         )

@@ -34,6 +34,7 @@ CHECKPOINT = "checkpoint"  # weights as they are, in the model's dtype
 _TOKENS = (".embed_tokens.", ".wte.", ".word_embeddings.", ".embed_in.")
 _LOOKED_UP = (*_TOKENS, ".wpe.", ".embed_positions.", ".position_embeddings.")
 _ROUTERS = (".gate.", ".router.", ".experts.")  # of a mixture: no plain products in transformers
+_INDEX_KEYS = ".indexer.wk.weight"  # [dim, hidden]: what makes the keys of a sparse indexer
 _TURNED = (".c_attn.", ".c_proj.", ".c_fc.")  # GPT-2 stores these [in, out]
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
 
@@ -60,10 +61,12 @@ class Shape:
     rank_heads: int = 0  # KV heads of each, likewise
     attention_layers: int = 0  # those with KV
     states: States = NONE  # of recurrent layers
+    index_dims: tuple[int, ...] = ()  # elements of a key of each sparse indexer
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
         calls = [(self.kv_heads, self.k_dim, self.v_dim)] * self.attention_layers
+        calls += [(1, dim, 0) for dim in self.index_dims]
         itemsize, scaled = _element(dtype, kv_dtype)
         return plan_calls(calls, block_size, itemsize, scaled=scaled)[1] or plan_parts(self.state_bytes(dtype))
 
@@ -79,7 +82,7 @@ class Shape:
         """Scales included, padding not."""
         itemsize, scaled = _element(dtype, kv_dtype)
         of_head = (self.k_dim + self.v_dim) * itemsize + (2 * SCALE_BYTES if scaled else 0)
-        return self.attention_layers * self.kv_heads * of_head
+        return self.attention_layers * self.kv_heads * of_head + sum(self.index_dims) * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
         """Of one worker, all of its ranks together."""
@@ -127,11 +130,13 @@ def read_shape(folder: Path) -> Shape:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
         products, coded = {name: shapes[name] for name in of_codes}, sum(of_codes.values())
+    index_dims = tuple(shape[0] for name, shape in shapes.items() if name.endswith(_INDEX_KEYS))
     key_width = next((shapes[f"{module}.k_proj.weight"][0] for module in attend), 0)
     if config.get("kv_lora_rank"):
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         kv_heads, k_dim, v_dim = 1, latent, rope
         why = f"latent attention: {latent} + {rope} elements per token and layer"
+        why += f", and {len(index_dims)} sparse indexers with a key of {index_dims[0]}" if index_dims else ""
     elif not attention_layers:
         kv_heads, k_dim, v_dim, why = 0, 0, 0, "no attention"
     else:
@@ -156,6 +161,7 @@ def read_shape(folder: Path) -> Shape:
         coded=coded,
         attention_layers=attention_layers,
         states=states,
+        index_dims=index_dims,
     )
 
 

@@ -10,13 +10,15 @@ Sequences that add a single token (decode) are attended together with others of 
 Whole blocks are gathered, and slots outside of a sequence's context are overwritten with zeros before they are masked,
 so that neither another sequence's old KV nor a NaN in a recycled block can reach a result.
 
+Where a sparse indexer has chosen the positions that each token sees (`indices`), the reference attends.
+
 Quantised pages hold elements and scales. Writing quantises. The operators multiply a logit by the scale of its key and
 a weight by that of its value; the reference multiplies the gathered elements.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 from engine import kernels
 from engine.attention.forward_context import Scales, Step, current_step
 from engine.attention.mla import Expander, expander
+from engine.attention.selection import chosen
 from engine.kv.kv_cache_spec import (
     CallFacts,
     ChunkedLocalAttentionSpec,
@@ -50,22 +53,25 @@ def paged_attention(
     *,
     step: Step | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **known: Any,  # the probe has refused every keyword that means something which `facts` does not carry
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in every attention forward.
 
-    `query` is `[1, heads, T, k_dim]`, `key` and `value` are `[1, kv_heads, T, ...]` of the new tokens only. Returns
-    `[1, T, heads, v_dim]`.
+    `query` is `[1, heads, T, k_dim]`, `key` and `value` are `[1, kv_heads, T, ...]` of the new tokens only;
+    `indices [1, T, n]` the positions that a sparse indexer has chosen. Returns `[1, T, heads, v_dim]`.
     """
     step = step if step is not None else current_step()
     call = step.next_call()
     facts, k_pages, v_pages = step.facts[call], step.pages.k[call], step.pages.v[call]
     k_scales, v_scales = step.pages.k_scales[call], step.pages.v_scales[call]
+    assert facts.indexed == (indices is not None), f"attention call {call} differs from what the probe saw"
     write(k_pages, k_scales, key[0].transpose(0, 1), step)
     write(v_pages, v_scales, value[0].transpose(0, 1), step)
     expand = expander(module) if facts.latent else None
     scales = (k_scales, v_scales)
-    out = attend(query[0].transpose(0, 1), k_pages, v_pages, scales, step, facts, sinks=s_aux, expand=expand)
+    q = query[0].transpose(0, 1)
+    out = attend(q, k_pages, v_pages, scales, step, facts, sinks=s_aux, expand=expand, indices=indices)
     return out.unsqueeze(0), None
 
 
@@ -98,20 +104,23 @@ def attend(
     *,
     sinks: torch.Tensor | None = None,
     expand: Expander | None = None,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends packed queries over their contexts in pages.
 
     `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `scales` of
-    quantised K and V; `sinks [heads]` are the logits of attention sinks. Returns `[total, heads, v_dim]`.
+    quantised K and V; `sinks [heads]` are the logits of attention sinks; `indices [1, total, n]` the positions
+    that each query sees, None for all. Returns `[total, heads, v_dim]`.
     """
-    fits = query.dtype == k_pages.dtype or scales[0] is not None
+    fits = indices is None and (query.dtype == k_pages.dtype or scales[0] is not None)
     if step.compiled and fits and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
     kernel = step.cuda_kernel if fits else None
     if kernel is not None and kernel.refusal(facts, k_pages.dtype, k_pages.shape[1]) is None:
         return kernel.attend(query, k_pages, v_pages, scales, step, facts, sinks)
     outs = [
-        attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand) for plan in plans(step, facts.reach)
+        attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand, indices)
+        for plan in plans(step, facts.reach)
     ]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -183,6 +192,7 @@ def attend_plan(
     facts: CallFacts,
     sinks: torch.Tensor | None,
     expand: Expander | None,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gathers the plan's context and attends its rows over it: `[sequences * queries, heads, v_dim]`."""
     q = query[plan.rows].transpose(1, 2)  # [sequences, heads, queries, d]
@@ -190,6 +200,9 @@ def attend_plan(
     v = gather(v_pages, scales[1], plan, "v", query.dtype).transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
     if expand is not None:
         k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
+    if indices is not None:
+        mask = chosen(indices, plan.rows, k.shape[2], plan.mask, plan.causal)
+        plan = replace(plan, mask=mask, causal=False)
     out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
     return out.transpose(1, 2).flatten(0, 1)
 

@@ -32,6 +32,8 @@ class CallLayout:
 
     K is `[k_heads, block_size, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. Where the elements
     are quantised, their scales are `[k_heads, block_size]` at byte `k_scale_offset`; 0 where there are none.
+
+    A call without V (`v_dim` 0) is the region of a sparse indexer, which keeps one key of `k_dim` elements a token.
     """
 
     k_heads: int
@@ -67,8 +69,8 @@ class StateLayout:
 class KvLayout:
     """Everything that must be equal on two workers for a copied block to mean the same on both.
 
-    `calls` follows the order of attention calls in a forward. `block_bytes` is the whole block across all calls,
-    padding included; `block_size` counts tokens.
+    `calls` follows the order of attention calls in a forward, after which come those of sparse indexers. `block_bytes`
+    is the whole block across all calls, padding included; `block_size` counts tokens.
     """
 
     version: int

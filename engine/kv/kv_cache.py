@@ -10,6 +10,8 @@ side:
     block   | K of call 0 | V of call 0 | scales of K, scales of V of call 0 | K of call 1 | ...
     scales  [kv_heads, block_size] bfloat16
 
+The keys of sparse indexers (engine/runner/indexers.py) follow the last attention call, as calls of one head without V.
+
 A large block may end with a page of padding (`engine.core.kv_layout.plan_calls`).
 
 The ranks of one worker share the memory of its pages: a block has the KV heads of the whole model, as if one rank
@@ -57,9 +59,12 @@ class KvCache:
             self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         # Keys and values of each attention call: views, `[num_blocks, block_size, kv_heads, dim]`.
-        own = [heads_of(fact) for fact in facts] or [range(call.k_heads) for call in layout.calls]
+        own = [heads_of(fact) for fact in facts]
+        own += [range(call.k_heads) for call in layout.calls[len(own) :]]  # of sparse indexers, or of all calls
         self.k = [self._window(typed, c.k_offset, held, c.k_dim) for c, held in zip(layout.calls, own, strict=True)]
         self.v = [self._window(typed, c.v_offset, held, c.v_dim) for c, held in zip(layout.calls, own, strict=True)]
+        # The keys of each sparse indexer, of which `k` ends with: `[num_blocks, block_size, 1, dim]`.
+        self.index_keys = [keys for keys, call in zip(self.k, layout.calls, strict=True) if not call.v_dim]
         self.quantised = bool(layout.scale_dtype)
         # The scales of their elements, `[num_blocks, block_size, kv_heads]`; None if not quantised.
         self.k_scales = [self._scales(c.k_scale_offset, held) for c, held in zip(layout.calls, own, strict=True)]
@@ -129,13 +134,15 @@ def layout_of(
     kept: torch.dtype | None = None,
     digest: str = HOST_DIGEST,
     states: StateFacts | None = None,
+    index_dims: Sequence[int] = (),
 ) -> KvLayout:
     """The layout that `KvCache` will have for these facts; `fingerprint` names the model whose KV it is.
 
     `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are; `digest` what the
-    digests of blocks cover; `states` what recurrent layers keep.
+    digests of blocks cover; `states` what recurrent layers keep; `index_dims` has the elements of a key of each sparse
+    indexer.
     """
-    shapes = [(fact.model_heads, fact.k_dim, fact.v_dim) for fact in facts]
+    shapes = [(fact.model_heads, fact.k_dim, fact.v_dim) for fact in facts] + [(1, dim, 0) for dim in index_dims]
     element = dtype if kept is None else kept
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""

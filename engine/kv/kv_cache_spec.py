@@ -83,6 +83,7 @@ class CallFacts:
     scaling: float
     latent: bool = False
     held: HeldHeads | None = None  # which of the model's KV heads these are; None: all
+    indexed: bool = False  # each token attends to those alone that a sparse indexer has chosen for it
 
     @property
     def model_heads(self) -> int:
@@ -117,6 +118,7 @@ def describe(facts: Sequence[CallFacts]) -> str:
         notes += [f"softcap {fact.softcap:g}"] if fact.softcap is not None else []
         notes += ["sinks"] if fact.sinks else []
         notes += ["latent"] if fact.latent else []
+        notes += ["indexed"] if fact.indexed else []
         lines.append(
             f"{calls:>9}  {fact.heads:>5}  {fact.kv_heads:>3}  {fact.k_dim:>5}  {fact.v_dim:>5}  "
             f"{fact.reach!s:<14}  {', '.join(notes)}"

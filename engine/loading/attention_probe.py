@@ -8,6 +8,7 @@ Two forwards of three tokens, under two names in transformers' registry:
   and on nothing else; if permuting the packed tokens changes them, the layers carry state that is not in pages
   (recurrent, linear, convolutional), or something is computed from the whole packed batch (dynamic rope).
 
+Sparse indexers (engine.loading.index_probe) are found before, and stand still in both: nothing is chosen for anyone.
 Before the second one engine.loading.state_probe finds what else the model keeps, however little it weighs in the
 logits: it is served, or refused by its structure. Served recurrent layers then see each token as a sequence of its own.
 """
@@ -26,8 +27,9 @@ from transformers.modeling_utils import AttentionInterface
 from engine.attention.implementation import switch
 from engine.attention.mla import expander
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
-from engine.loading import state_probe
+from engine.loading import index_probe, state_probe
 from engine.parallel.weight_cut import held_heads
+from engine.runner.indexers import Indexers, given_mask
 from engine.runner.mixers import Mixers
 from tandem.errors import CheckpointRefused
 
@@ -44,6 +46,20 @@ ISOLATION_TOLERANCE = 0.05  # of the logits' standard deviation; other tokens' i
 @dataclass(frozen=True)
 class ProbeMask:
     """Replaces a mask tensor during the probe; `reach` is None if no supported reach fits."""
+
+    reach: Reach | None
+
+    def __getitem__(self, key: Any) -> IndexMask:
+        """Without the heads, as models hand it to sparse indexers; other parts of a mask are not known."""
+        every = slice(None)
+        if key not in ((every, 0), (every, 0, every, every)):
+            raise TypeError(f"the mask is indexed with {key}")
+        return IndexMask(self.reach)
+
+
+@dataclass(frozen=True)
+class IndexMask:
+    """What a sparse indexer gets of a `ProbeMask`."""
 
     reach: Reach | None
 
@@ -70,6 +86,7 @@ def _probe_attention(
     s_aux: torch.Tensor | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records one call. Raises CheckpointRefused for whatever `CallFacts` cannot express."""
@@ -89,18 +106,22 @@ def _probe_attention(
         raise CheckpointRefused(
             f"{where} has {key.shape[1]} key heads and {value.shape[1]} value heads; they must be equal"
         )
+    reach = _reach(attention_mask, sliding_window, where)
+    if indices is not None and (reach != FullAttentionSpec() or indices.shape != (1, query.shape[2], 1)):
+        raise CheckpointRefused(f"{where} takes indices that are not those of an indexer, or in a {reach} mask")
     _recorded_calls.append(
         CallFacts(
             kv_heads=key.shape[1],
             heads=query.shape[1],
             k_dim=key.shape[3],
             v_dim=value.shape[3],
-            reach=_reach(attention_mask, sliding_window, where),
+            reach=reach,
             softcap=softcap,
             sinks=s_aux is not None,
             scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
             latent=expander(module) is not None,
             held=held_heads(module),
+            indexed=indices is not None,
         )
     )
     return _own_value(module, query, key, value), None
@@ -139,10 +160,12 @@ AttentionInterface.register(ISOLATION, _isolation_attention)
 
 
 class Learnt(NamedTuple):
-    """One `CallFacts` for each attention call of a forward, in order, and the recurrent layers, if there are some."""
+    """One `CallFacts` for each attention call of a forward, in order, and the recurrent layers and sparse indexers, if
+    there are some."""
 
     calls: tuple[CallFacts, ...]
     mixers: Mixers | None
+    indexers: Indexers | None
 
 
 def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
@@ -153,10 +176,13 @@ def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
     """
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
+    switch(model, "eager")
+    indexers = index_probe.find(model)
     switch(model, PROBE)
     _recorded_calls.clear()
     try:
-        _forward(model, ids, torch.tensor([[0, 1, 2]], device=device))
+        with index_probe.standing_in(indexers, _probe_index):
+            _forward(model, ids, torch.tensor([[0, 1, 2]], device=device))
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
         raise CheckpointRefused(
             f"{type(model).__name__} edits or indexes its attention mask, or cannot run on token ids and positions "
@@ -164,10 +190,22 @@ def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
         ) from error
     facts = tuple(_recorded_calls)
     switch(model, ISOLATION)
-    mixers = state_probe.learn(model, compiled)
+    # Of a model with indexers, those have looked for other states.
+    mixers = state_probe.learn(model, compiled) if indexers is None else None
     _check_calls(model, facts, mixers)
-    _check_isolation(model, ids, mixers)
-    return Learnt(facts, mixers)
+    _check_isolation(model, ids, mixers, indexers)
+    return Learnt(facts, mixers, indexers)
+
+
+def _probe_index(mask: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """In the place of a sparse indexer: chooses one position for each token, which nobody looks at."""
+    if not isinstance(mask, IndexMask) or mask.reach != FullAttentionSpec():
+        raise CheckpointRefused(f"a sparse indexer gets a mask that is not the causal one ({mask})")
+    return _nothing_chosen(mask, hidden)
+
+
+def _nothing_chosen(_mask: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, hidden.shape[1], 1, dtype=torch.int32, device=hidden.device)
 
 
 def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
@@ -188,14 +226,18 @@ def _is_stateful(kind: str) -> bool:
     return any(word in kind for word in STATEFUL)
 
 
-def _check_isolation(model: PreTrainedModel, ids: torch.Tensor, mixers: Mixers | None) -> None:
+def _check_isolation(
+    model: PreTrainedModel, ids: torch.Tensor, mixers: Mixers | None, indexers: Indexers | None
+) -> None:
     """Permutes packed tokens and their positions together; under self-only attention, and with recurrent layers that
     see each token as a sequence, the logits must follow."""
     order = torch.tensor([2, 1, 0], device=ids.device)  # not a rotation: a neighbour on either side changes
     positions = torch.tensor([[0, 1, 2]], device=ids.device)
-    with state_probe.isolated(mixers, ids.shape[1], next(model.parameters())):
-        straight = _forward(model, ids, positions)
-        permuted = _forward(model, ids[:, order], positions[:, order])
+    more = {} if indexers is None else {"attention_mask": given_mask(ids.device)}
+    apart = index_probe.standing_in(indexers, _nothing_chosen)
+    with apart, state_probe.isolated(mixers, ids.shape[1], next(model.parameters())):
+        straight = _forward(model, ids, positions, **more)
+        permuted = _forward(model, ids[:, order], positions[:, order], **more)
     gap = ((straight[order] - permuted).abs().amax() / straight.std()).item()
     if not gap <= ISOLATION_TOLERANCE:
         raise CheckpointRefused(
@@ -205,8 +247,8 @@ def _check_isolation(model: PreTrainedModel, ids: torch.Tensor, mixers: Mixers |
         )
 
 
-def _forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     """Logits `[T, vocab]` in float32."""
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
     return logits[0].float()

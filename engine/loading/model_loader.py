@@ -33,6 +33,7 @@ from engine.loading import (
     quantized_checkpoint,
     self_check,
 )
+from engine.loading.attention_probe import Learnt
 from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
@@ -40,7 +41,6 @@ from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
 from engine.parallel.weight_cut import cut
 from engine.runner import traced_forward
-from engine.runner.mixers import Mixers
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -91,7 +91,7 @@ def load_model(
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
-    facts, mixers = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE)
+    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE, kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -99,23 +99,23 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=_order(device, dtype, served_by, mixers, group),
+        sum_order=_order(device, dtype, served_by, learnt, group),
         kv_dtype=kv_dtype,
         group=group,
     )
-    model = ModelRunner(module, facts, served)
-    model.weights, model.mixers = method or CHECKPOINT, mixers
+    model = ModelRunner(module, learnt.calls, served)
+    model.weights, model.mixers, model.indexers = method or CHECKPOINT, learnt.mixers, learnt.indexers
     _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     return _finished(model, whole, say)
 
 
-def _order(
-    device: torch.device, dtype: torch.dtype, served_by: str, mixers: Mixers | None, group: RankGroup | None
-) -> str:
-    """PLAIN, which promises nothing, where a recurrent layer gives a token other bits in another step."""
-    if served_by == REFERENCE or (mixers is not None and not mixers.exact):
+def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Learnt, group: RankGroup | None) -> str:
+    """PLAIN, which promises nothing, where a recurrent layer or a sparse indexer gives a token other bits in another
+    step."""
+    inexact = learnt.indexers is not None or (learnt.mixers is not None and not learnt.mixers.exact)
+    if served_by == REFERENCE or inexact:
         return PLAIN
     return sum_order(device, dtype, group.size if group else 1)
 
@@ -143,9 +143,10 @@ def _learn(
     say: Callable[[str], None],
     adapters: bool,
     compiled: bool,
-) -> attention_probe.Learnt:
+    kv_dtype: KvDtype,
+) -> Learnt:
     """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
-    served beside recurrent layers."""
+    served beside recurrent layers or with sparse indexers."""
     if group is not None:
         say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
@@ -159,7 +160,25 @@ def _learn(
         if group is not None:
             what = f"{type(module).__name__} has recurrent layers, whose states are not divided among ranks yet"
             raise SettingsError(what, field="tp", bound="1 for this model")
+    if learnt.indexers:
+        say(str(learnt.indexers))
+        _check_with_indexers(module, next(module.parameters()).device, kv_dtype, group, adapters)
     return learnt
+
+
+def _check_with_indexers(
+    module: PreTrainedModel, device: torch.device, kv_dtype: KvDtype, group: RankGroup | None, adapters: bool
+) -> None:
+    """Raises SettingsError for what is not served with a model that has sparse indexers."""
+    for asked, field, value, bound in (
+        (device.type != "cpu", "device", f"a device of type {device.type}", "cpu"),
+        (kv_dtype != "auto", "kv_dtype", f"KV in {kv_dtype}", "auto"),
+        (group is not None, "tp", "several ranks", "1"),
+        (adapters, "adapters", "adapters", "none"),
+    ):
+        if asked:
+            what = f"{type(module).__name__} has sparse indexers, with which {value} cannot be served yet"
+            raise SettingsError(what, field=field, bound=f"{bound} for this model")
 
 
 def _prepare(

@@ -22,6 +22,9 @@ and says nothing about what the rounding of the weights does to the answers (`py
 Quantised pages are compared with an eager forward over the K and V that they keep, and these with the forward's own:
 what is beyond one rounding is held against the same threshold (engine/attention/stored_kv.py).
 
+Sparse indexers choose at most CHOSEN tokens meanwhile, on both paths: with as many as they choose in service, no prompt
+would be long enough to leave one out, and sparse attention would be dense.
+
 What it cannot see is what its prompts do not reach. One prompt is longer than the smallest window or chunk where that
 is affordable; `Report.window_reached` says whether it was.
 """
@@ -56,6 +59,7 @@ SLICE = 4 << 20  # weights of a product that are in float32 at a time, on one ra
 BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
 PROMPT_LENGTHS = (5, 21, 1)
 LONGEST, LONGEST_WINDOWED = 40, 1536  # tokens of the fourth prompt, without a window and at most with one
+CHOSEN = 8  # tokens that a sparse indexer chooses here
 WORK_CPU, WORK_DEVICE = 4e10, 4e13  # parameters x tokens that reaching a window may cost; about a second
 
 
@@ -96,9 +100,14 @@ def check(model: ModelRunner) -> Report:
     finally:
         model.recorded = recorded
     if not report.passed:
+        equal = (
+            ". Its sparse indexers may give several tokens the same score, of which transformers itself chooses others"
+            " with a cache than without"
+        )
         raise CheckpointRefused(
             f"the self-check of {type(model.module).__name__} failed: paged logits differ from eager ones "
             f"({report}); its attention calls are\n{describe(model.facts)}"
+            f"{equal if model.indexers else ''}"
         )
     return report
 
@@ -109,7 +118,7 @@ def run(model: ModelRunner, adapters: Sequence[int] = ()) -> Report:
     wide: AbstractContextManager[None] = nullcontext()
     if not _exact(model) and 4 * model.parameters <= COPY_LIMIT:
         wide = _float32_copy(model) if model.group is None else _float32_in_turn(model)
-    with wide:
+    with model.indexers.choosing(CHOSEN) if model.indexers else nullcontext(), wide:
         return _run(model, adapters)
 
 

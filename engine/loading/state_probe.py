@@ -37,7 +37,7 @@ from engine.kernels import exact
 from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
-from engine.runner.mixers import Mixer, Mixers
+from engine.runner.mixers import Mixer, Mixers, PackedModule
 from engine.runner.recurrences import one_function, with_operators
 from tandem.errors import CheckpointRefused
 
@@ -57,7 +57,7 @@ ROUNDING, MOST_ROUNDING, LIKE = 1e-5, 1e-4, 3.0
 ODD_ERRORS = (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError, AssertionError)
 
 
-class _Recorder(DynamicCache):
+class Recorder(DynamicCache):
     """transformers' cache, which notes the module that asks for a state."""
 
     def __init__(self, config: Any) -> None:
@@ -129,35 +129,14 @@ def learn(model: PreTrainedModel, compiled: bool = False) -> Mixers | None:
     return mixers
 
 
-def _recorded(model: PreTrainedModel, tokens: int) -> tuple[_Recorder, dict[nn.Module, str]]:
+def _recorded(model: PreTrainedModel, tokens: int) -> tuple[Recorder, dict[nn.Module, str]]:
     """The cache after a forward of so many tokens, and which argument has carried it into each module."""
-    cache = _Recorder(model.config)
-    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS})
-    if others:
-        raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
-    arguments: dict[nn.Module, str] = {}
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache.inside.append(module)
-        found = [name for name, value in kwargs.items() if value is cache]
-        if any(value is cache for value in args):
-            found = [name for name, value in Mixer("", module, "").named(*args, **kwargs).items() if value is cache]
-        if found:
-            arguments[module] = found[0]
-
-    def leave(*_: Any) -> None:
-        cache.inside.pop()
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
-    hooks += [module.register_forward_hook(leave) for module in model.modules()]
-    ids, positions = _inputs(model, tokens)
+    cache = Recorder(model.config)
+    check_layers(cache, KNOWN_LAYERS)
+    ids, positions = inputs(model, tokens)
     given = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
-    try:
-        with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, **{given: cache}, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.inference_mode(), watched(model, cache) as arguments:
+        model(input_ids=ids, position_ids=positions, **{given: cache}, use_cache=True)
     silent = [
         number
         for number, layer in enumerate(cache.layers)
@@ -168,7 +147,41 @@ def _recorded(model: PreTrainedModel, tokens: int) -> tuple[_Recorder, dict[nn.M
     return cache, arguments
 
 
-def _mixers(model: PreTrainedModel, cache: _Recorder, kept: dict[Key, Any], arguments: dict[nn.Module, str]) -> Mixers:
+def check_layers(cache: DynamicCache, known: tuple[type, ...]) -> None:
+    """Raises CheckpointRefused for layers of a cache that keep what is not known."""
+    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in known})
+    if others:
+        raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
+
+
+@contextmanager
+def watched(model: PreTrainedModel, cache: Recorder) -> Iterator[dict[nn.Module, str]]:
+    """Inside, the cache knows which module's forward runs. Gives the argument that has carried it into each module."""
+    arguments: dict[nn.Module, str] = {}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache.inside.append(module)
+        found = [name for name, value in kwargs.items() if value is cache]
+        if any(value is cache for value in args):
+            found = [
+                name for name, value in PackedModule("", module, "").named(*args, **kwargs).items() if value is cache
+            ]
+        if found:
+            arguments[module] = found[0]
+
+    def leave(*_: Any) -> None:
+        cache.inside.pop()
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield arguments
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mixers(model: PreTrainedModel, cache: Recorder, kept: dict[Key, Any], arguments: dict[nn.Module, str]) -> Mixers:
     own = next(model.parameters()).dtype
     found: list[Mixer] = []
     for name, module in model.named_modules():
@@ -233,7 +246,7 @@ def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str,
         )
         for mixer in mixers.each
     ]
-    ids, positions = _inputs(model, tokens)
+    ids, positions = inputs(model, tokens)
     try:
         with torch.inference_mode():
             model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -246,7 +259,7 @@ def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str,
 def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
     """Of its output in PIECES, which follow one another from a state, to that of all tokens at once; in standard
     deviations."""
-    given = {name: _float(value) for name, value in given.items() if name != mixer.argument}
+    given = {name: as_float(value) for name, value in given.items() if name != mixer.argument}
     with torch.inference_mode():
         whole = _flat(type(mixer.module).forward(mixer.module, **given, **{mixer.argument: None}))
     return float((_in_pieces(mixer, given, facts, PIECES, torch.float32) - whole).abs().max() / whole.std())
@@ -317,7 +330,7 @@ def _layout(facts: StateFacts, dtype: torch.dtype = torch.float32) -> KvLayout:
     return layout_of([], 1, dtype, "", states=facts)
 
 
-def _inputs(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and positions of a prompt, `[1, tokens]`."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(tokens)
@@ -326,10 +339,10 @@ def _inputs(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, torch.Te
     return ids, torch.arange(tokens, device=device).unsqueeze(0)
 
 
-def _float(value: Any) -> Any:
+def as_float(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
-    return type(value)(map(_float, value)) if isinstance(value, (tuple, list)) else value
+    return type(value)(map(as_float, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _rows(value: Any, start: int, count: int) -> Any:

@@ -54,6 +54,8 @@ def capture_for(model: ModelRunner) -> Capture:
     """How steps of this model are captured on its device. Raises Uncapturable."""
     if model.mixers is not None:
         raise Uncapturable("recurrent layers take the sequences of a step apart")
+    if model.indexers is not None:
+        raise Uncapturable("sparse indexers take the sequences of a step apart")
     if model.device.type == "cuda":
         return cuda_graphs()
     if model.kernels == REFERENCE:

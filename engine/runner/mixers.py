@@ -79,21 +79,17 @@ class SlotStates:
         return self._memory.get(key, self._slots)
 
 
-class Mixer:
-    """One mixer; `argument` of its forward takes the cache, `layers` are those whose states it keeps there."""
+class PackedModule:
+    """A module whose forward takes the rows of packed steps apart; `argument` of its own one takes the cache."""
 
-    def __init__(self, name: str, module: nn.Module, argument: str, layers: Collection[int] = ()) -> None:
-        self.name, self.module, self.argument, self.layers = name, module, argument, layers
-        self.by_token = False  # set by engine.loading.state_probe, as are the next ones
-        self.exact = False  # a token has the same bits however it is computed
-        self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
-        self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write where they are
+    def __init__(self, name: str, module: nn.Module, argument: str) -> None:
+        self.name, self.module, self.argument = name, module, argument
         self._signature = inspect.signature(type(module).forward)
 
     def switch(self, on: bool) -> None:
         """Between packed steps and the module's own forward."""
         if on:
-            self.module.__dict__["forward"] = self._packed
+            self.module.__dict__["forward"] = self.packed
         else:
             self.module.__dict__.pop("forward", None)
 
@@ -106,15 +102,30 @@ class Mixer:
         given.pop(next(iter(self._signature.parameters)))  # self
         return {name: value for name, value in given.items() if name not in OUR_KEYWORDS}
 
-    def _packed(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward for the rows of the current step."""
+        raise NotImplementedError
+
+
+class Mixer(PackedModule):
+    """One mixer; `layers` are those whose states it keeps in the cache."""
+
+    def __init__(self, name: str, module: nn.Module, argument: str, layers: Collection[int] = ()) -> None:
+        super().__init__(name, module, argument)
+        self.layers = layers
+        self.by_token = False  # set by engine.loading.state_probe, as are the next ones
+        self.exact = False  # a token has the same bits however it is computed
+        self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
+        self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write where they are
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()
         given = self.named(*args, **kwargs)
         batch, total = step.batch, sum(step.batch.query_lens)
         out: list[Any] = []
         single = False
         for rows, slots, previous in _calls(batch, self.by_token):
-            part = {name: _pick(value, rows, total) for name, value in given.items()}
+            part = {name: pick(value, rows, total) for name, value in given.items()}
             part[self.argument] = SlotStates(step.pages.states, slots, previous, self.takes)
             try:
                 result = self.forward(self.module, **part)
@@ -173,13 +184,13 @@ def _calls(batch: Batch, by_token: bool) -> Iterator[tuple[torch.Tensor, list[in
             yield rows[:, token : token + 1], slots, previous or token > 0
 
 
-def _pick(value: Any, rows: torch.Tensor, total: int) -> Any:
+def pick(value: Any, rows: torch.Tensor, total: int) -> Any:
     """These rows of what has one for each packed token, `[1, total, ...]` as `[n, tokens, ...]`."""
     if isinstance(value, torch.Tensor):
         assert value.shape[:2] == (1, total), f"an argument of shape {tuple(value.shape)} for {total} packed tokens"
         return value[0][rows.to(value.device)]
     if isinstance(value, (tuple, list)):
-        return type(value)(_pick(each, rows, total) for each in value)
+        return type(value)(pick(each, rows, total) for each in value)
     return value
 
 

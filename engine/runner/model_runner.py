@@ -27,6 +27,7 @@ from engine.kv.kv_cache_spec import CallFacts
 from engine.kv.kv_quantization import element_dtype
 from engine.parallel.leader import Ranks
 from engine.parallel.rank_group import RankGroup
+from engine.runner.indexers import Indexers, given_mask
 from engine.runner.lora import Lora
 from engine.runner.mixers import Mixers
 
@@ -81,6 +82,7 @@ class ModelRunner:
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
         self.mixers: Mixers | None = None  # set by engine.loading.model_loader, if there are recurrent layers
+        self.indexers: Indexers | None = None  # likewise, if there are sparse indexers
         self.group = served.group
         self.ranks: Ranks | None = None  # set by engine.builder on rank 0: the others, which follow
         self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
@@ -131,7 +133,8 @@ class ModelRunner:
         """The layout of its blocks of `block_size` tokens, with the KV heads of the whole model."""
         kept, digest = element_dtype(self.kv_dtype), block_digest.kind(self.device)
         states = self.mixers.facts if self.mixers else None
-        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept, digest, states)
+        size, keys = block_size or self.block_size, self.indexers.dims if self.indexers else ()
+        return layout_of(self.facts, size, self.dtype, self.fingerprint, kept, digest, states, keys)
 
     def forward(self, pages: KvCache, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for. New states of
@@ -173,6 +176,8 @@ class ModelRunner:
     def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
+        if self.indexers is not None:
+            extra["attention_mask"] = given_mask(self.device)
         if self._keeps_logits:
             extra["logits_to_keep"] = wanted
         if self.mixers is not None:
@@ -226,6 +231,8 @@ class ModelRunner:
         weight_quantization.switch(self.module, on=True)
         if self.mixers is not None:
             self.mixers.switch(True)
+        if self.indexers is not None:
+            self.indexers.switch(True)
         if self.lora is not None:
             self.lora.switch(True)
 
@@ -240,6 +247,8 @@ class ModelRunner:
         weight_quantization.switch(self.module, on=False)
         if self.mixers is not None:
             self.mixers.switch(False)
+        if self.indexers is not None:
+            self.indexers.switch(False)
 
     def _without_adapters(self) -> None:
         if self.lora is not None:

@@ -95,8 +95,9 @@ def install(model: ModelRunner) -> str:
     """Replaces the modules' Python in `model.forward` where that can be proven right; returns a line that says so."""
     if model.kernels == REFERENCE and (why := model.unrecordable_on_cuda()) is not None:
         return f"by modules{why and f', because {why}'}"
-    if model.mixers is not None:
-        return "by modules, because recurrent layers take the sequences of a step apart"
+    if model.mixers is not None or model.indexers is not None:
+        what = "recurrent layers" if model.mixers is not None else "sparse indexers"
+        return f"by modules, because {what} take the sequences of a step apart"
     try:
         model.recorded = record(model)
     except Unrecordable as error:

@@ -244,9 +244,15 @@ HYBRID: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
 }
+_INDEXED: dict[str, Any] = {**_MLA, "head_dim": 8, "index_topk": WINDOW, "index_n_heads": 8, "index_head_dim": 16}
+# Models with sparse indexers. In the second, layers attend to what the indexer of another layer has chosen.
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek-v32": {"model_type": "deepseek_v32", **_INDEXED},
+    "glm-dsa": {"model_type": "glm_moe_dsa", **_INDEXED, "indexer_types": ["full", "shared"] * (LAYERS // 2)},
+}
 _NOT_FOR_GPT2 = {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
 
-SHAPES = (*REAL, *(f"tiny-{family}" for family in TINY | HYBRID))
+SHAPES = (*REAL, *(f"tiny-{family}" for family in TINY | HYBRID | SPARSE))
 
 
 def make_checkpoint(folder: str | Path, shape: str, *, seed: int = 0, dtype: str = "bfloat16", **changes: Any) -> Path:
@@ -322,7 +328,7 @@ def make_module(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _config(shape: str, changes: dict[str, Any]) -> PreTrainedConfig:
-    values = dict(REAL[shape]) if shape in REAL else {**_BASE, **(TINY | HYBRID)[shape.removeprefix("tiny-")]}
+    values = dict(REAL[shape]) if shape in REAL else {**_BASE, **(TINY | HYBRID | SPARSE)[shape.removeprefix("tiny-")]}
     if values["model_type"] == "gpt2":
         values = {key: value for key, value in values.items() if key not in _NOT_FOR_GPT2}
     values = {**values, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **changes}

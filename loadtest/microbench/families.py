@@ -30,7 +30,7 @@ from engine.core.sequence import Sequence
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.random_checkpoints import HYBRID, LAYERS, TINY
+from loadtest.harness.random_checkpoints import HYBRID, LAYERS, SPARSE, TINY
 from tandem.errors import TandemError
 
 VOCABULARY, LENGTHS, NEW, BLOCK_SIZE, CONTEXT = 97, (5, 21, 1, 34), 12, 4, 256
@@ -58,6 +58,7 @@ SMALL: dict[str, Any] = {
     **{"n_shared_experts": 1, "attention_chunk_size": 16, "max_window_layers": 0, "first_k_dense_replace": 2},
     **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
     **{"word_embed_proj_dim": 64, "hc_mult": 2, "is_decoder": True},
+    **{"index_topk": 8, "index_n_heads": 8, "index_head_dim": 16},  # fewer tokens than prompts have
 }
 PLAINLY: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": lambda _: None}
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")  # lists with an entry for each layer
@@ -90,7 +91,7 @@ class Found:
 
 def tiny(name: str) -> PreTrainedConfig:
     """A small config of the type. Raises whatever transformers does where this is not enough to make one."""
-    known = {values["model_type"]: values for values in (TINY | HYBRID).values()}
+    known = {values["model_type"]: values for values in (TINY | HYBRID | SPARSE).values()}
     default = AutoConfig.for_model(name).get_text_config()
     own = default.to_dict().keys() | default.attribute_map.keys()
     values = {key: value for key, value in SMALL.items() if key in own}
@@ -140,7 +141,7 @@ def examine(name: str) -> Found:
         except Exception as error:  # noqa: BLE001, it is reported
             return Found(name, "refused", f"not by a sentence: {_first_line(error)}")
         wrong = _differs(ours, theirs)
-        return Found(name, "wrong" if wrong else "served", wrong or str(ours.mixers or ""))
+        return Found(name, "wrong" if wrong else "served", wrong or str(ours.mixers or ours.indexers or ""))
 
 
 def _differs(ours: ModelRunner, theirs: Any) -> str:

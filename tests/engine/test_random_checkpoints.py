@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from engine.loading.checkpoint import check_folder, read_json
-from loadtest.harness.random_checkpoints import HYBRID, REAL, SHAPES, TINY, main, make_checkpoint
+from loadtest.harness.random_checkpoints import HYBRID, REAL, SHAPES, SPARSE, TINY, main, make_checkpoint
 
 
 def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:
@@ -34,4 +34,4 @@ def test_unknown_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["llama-9000B", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
     assert all(shape in printed for shape in SHAPES)
-    assert len(SHAPES) == len(REAL) + len(TINY) + len(HYBRID)
+    assert len(SHAPES) == len(REAL) + len(TINY) + len(HYBRID) + len(SPARSE)

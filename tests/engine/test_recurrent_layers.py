@@ -212,7 +212,7 @@ def test_an_order_of_sums_that_recurrent_layers_do_not_have_is_refused(
     builder._check_order(Settings(**asked), loaded("nemotron-h"))
     builder._check_order(Settings(**asked, sum_order=order), loaded("lfm2"))
     # In float32 the orders of bfloat16 are one, which has a name of its own; several ranks add theirs.
-    other: Any = SimpleNamespace(mixers=None, sum_order="chain16x2")
+    other: Any = SimpleNamespace(mixers=None, indexers=None, sum_order="chain16x2")
     builder._check_order(Settings(**asked, sum_order="tile32"), other)
 
 

@@ -16,7 +16,7 @@ from cli.main import app
 from engine import kernels
 from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
-from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
+from loadtest.harness.random_checkpoints import HYBRID, SPARSE, TINY, make_checkpoint
 from planner.capacity import capacity, read_shape
 from planner.report import facts
 from tandem.errors import CheckpointRefused, SettingsError
@@ -134,14 +134,14 @@ def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, "float32") for family in sorted(set(HYBRID) - UNKNOWN)),
+        *((family, "float32") for family in sorted((HYBRID.keys() | SPARSE.keys()) - UNKNOWN)),
         ("qwen3-5", "bfloat16"),
         ("mamba2", "bfloat16"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_states_of_recurrent_layers_are_as_large_as_the_engines(tmp_path: Path, family: str, dtype: str) -> None:
-    """And the blocks, which have KV of the attention layers alone, and the weights."""
+def test_states_and_keys_of_indexers_are_as_large_as_the_engines(tmp_path: Path, family: str, dtype: str) -> None:
+    """And the blocks, which have KV of the attention layers alone and the keys of sparse indexers, and the weights."""
     shape = read_shape(make_checkpoint(tmp_path, f"tiny-{family}", dtype=dtype))
     model = load_model(str(tmp_path), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     layout = model.layout(16)
