@@ -64,6 +64,12 @@ PLAINLY: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")  # lists with an entry for each layer
 _MLA_LINEAR = {"num_key_value_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4}
 _CONV = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+# The sliding layers of a model with indexers in the others.
+_SLIDING_MLA: dict[str, Any] = {
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 24},
+    **{"head_dim": 24, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "swa_qk_rope_head_dim": 8},
+    **{"shared_experts_intermediate_size": 32, "rope_parameters": None},
+}
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2, "num_key_value_heads": 4},
@@ -77,6 +83,8 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
     "zaya": {"router_hidden_size": 16, "num_experts_per_tok": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), _SLIDING_MLA),
+    **{name: {"head_dim": 8} for name in ("axk1", "deepseek_v3", "youtu")},  # that of the rotated part
 }
 
 
