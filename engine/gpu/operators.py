@@ -6,10 +6,12 @@ interpreter, in tests. A module registers its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from triton.errors import TritonError
 
 NAME = "tandem_gpu"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,11 +20,19 @@ _library: Any = torch.library.Library(NAME, "DEF")  # type: ignore[no-untyped-ca
 
 
 def operator(signature: str) -> Callable[[Function], Function]:
-    """Registers a function under the name in `signature`. It is passed fake tensors, too."""
+    """Registers a function under the name in `signature`. It is passed fake tensors, too. What Triton raises when it
+    cannot compile or launch a kernel is a RuntimeError, like what torch raises: a trial at load then finds it."""
     _library.define(signature)
 
     def register(function: Function) -> Function:
-        _library.impl(signature.partition("(")[0], function, "CompositeImplicitAutograd")
+        @functools.wraps(function)
+        def run(*given: Any, **options: Any) -> Any:
+            try:
+                return function(*given, **options)
+            except TritonError as error:
+                raise RuntimeError(f"{NAME}::{function.__name__}: {error}") from error
+
+        _library.impl(signature.partition("(")[0], run, "CompositeImplicitAutograd")
         return function
 
     return register

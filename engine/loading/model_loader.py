@@ -40,7 +40,7 @@ from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
 from engine.parallel.weight_cut import cut
-from engine.runner import traced_forward
+from engine.runner import recurrences, traced_forward
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -91,7 +91,8 @@ def load_model(
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
-    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), served_by != REFERENCE, kv_dtype)
+    by_operators = kernels == "auto"
+    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), by_operators, kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -142,15 +143,16 @@ def _learn(
     whole: Whole | None,
     say: Callable[[str], None],
     adapters: bool,
-    compiled: bool,
+    operators: bool,
     kv_dtype: KvDtype,
 ) -> Learnt:
-    """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
-    served beside recurrent layers or with sparse indexers."""
+    """What pages and slots must hold, of this rank's part if there are several; `operators`: with those that Tandem has
+    for recurrences on this device. Raises SettingsError for what is not served beside recurrent layers or with sparse
+    indexers."""
     if group is not None:
         say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
-    learnt = attention_probe.learn_facts(module, compiled)
+    learnt = attention_probe.learn_facts(module, operators and recurrences.available(module.device))
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     if learnt.mixers:
         say(str(learnt.mixers))

@@ -7,11 +7,13 @@ mixer with its own forward, and keeps what transformers has where they differ.
 
 Unlike theirs, the operators take the tokens one after another, in every form, so a token's result has the same bits
 however its prompt is cut and whatever else is in the step. In the place of a state they take `SlotRows`: then they read
-the slots' states where they are and write the new ones beside them.
+the slots' states where they are and write the new ones beside them. On CPU they are compiled (engine/kernels), on CUDA
+Triton's (engine/gpu/recurrent), of the same names and signatures; those have not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -22,6 +24,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from engine.kernels import REFERENCE, serving
 from engine.kv.state_memory import Key, StateMemory
 
 Forward = Callable[..., Any]
@@ -46,6 +49,22 @@ class SlotRows:
 State = torch.Tensor | SlotRows | None
 # The recurrent state that the mixer whose forward runs has asked for.
 asked_for: ContextVar[State] = ContextVar("asked_for", default=None)
+
+
+def available(device: torch.device) -> bool:
+    """Whether the operators exist on this device. Makes them known to torch."""
+    if device.type != "cuda":
+        return serving(device) != REFERENCE
+    if importlib.util.find_spec("triton") is None:  # torch for CUDA brings it
+        return False
+    import engine.gpu.recurrent.operators  # noqa: F401
+
+    return True
+
+
+def _operators(like: torch.Tensor) -> Any:
+    """Those of the tensor's device."""
+    return torch.ops.tandem_gpu if like.is_cuda else torch.ops.tandem
 
 
 def with_operators(kind: type) -> tuple[Forward, frozenset[str]] | None:
@@ -89,7 +108,7 @@ def gated_delta_rule(
     q = q * q.shape[-1] ** -0.5
     states, *rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
     inputs = (each.contiguous() for each in (q, k, value.float(), g.float().exp(), beta.float()))
-    out: torch.Tensor = torch.ops.tandem.gated_delta.default(*inputs, states, *rows)
+    out: torch.Tensor = _operators(q).gated_delta.default(*inputs, states, *rows)
     return out.to(query.dtype), _after(initial_state, states) if output_final_state else None
 
 
@@ -103,7 +122,7 @@ def causal_conv1d_fn(
     """As transformers': `[n, channels, tokens]`, each channel over its own taps `weight [channels, width]`."""
     rows = hidden_states.transpose(1, 2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    out = torch.ops.tandem.short_convolution.default(rows, weight, bias, activation in SILU)
+    out = _operators(rows).short_convolution.default(rows, weight, bias, activation in SILU)
     return _activated(out.transpose(1, 2), activation)
 
 
@@ -118,7 +137,7 @@ def causal_conv1d_update(
     """As transformers', for one token of each sequence `[n, channels, 1]` after those of the state."""
     now = hidden_states.flatten(1).contiguous()
     states, *rows = _rows(conv_state, (), now)
-    out = torch.ops.tandem.short_convolution_step.default(now, weight, bias, activation in SILU, states, *rows)
+    out = _operators(now).short_convolution_step.default(now, weight, bias, activation in SILU, states, *rows)
     if isinstance(conv_state, torch.Tensor):
         conv_state.copy_(states)
     return _activated(out.unsqueeze(-1), activation)
@@ -216,7 +235,7 @@ def _scan(
     rows: Sequence[list[int]],
 ) -> torch.Tensor:
     x, dt, A, B, C = (each.contiguous() for each in (x, dt, A.float(), B, C))
-    out: torch.Tensor = torch.ops.tandem.state_space_scan.default(x, dt, A, B, C, D, states, *rows)
+    out: torch.Tensor = _operators(x).state_space_scan.default(x, dt, A, B, C, D, states, *rows)
     return out
 
 

@@ -3,8 +3,8 @@ a GPU.
 
 Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products
 with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch. Then a
-tiny model of each family is loaded on the GPU, which proves its paged forward against transformers', and its decode
-steps are captured. A line for each; ends with 1 if one is wrong.
+tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent layers against
+transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -28,8 +28,12 @@ from engine.engine import Engine
 from engine.gpu import block_digest, kernel_choice, layers
 from engine.kernels import weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
+from engine.loading import state_probe
 from engine.loading.model_loader import load_model
-from loadtest.harness.random_checkpoints import TINY, make_checkpoint
+from engine.runner import recurrences
+from engine.runner.mixers import Mixers
+from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
+from loadtest.microbench.recurrence import LAYERS, model_of
 
 Check = Callable[[], str]  # a line about what was found; "wrong: ..." if it is not right
 NO_CUDA = "error: `loadtest device-kernels` checks a GPU, and torch finds no CUDA device here"
@@ -86,9 +90,27 @@ def family(device: torch.device, name: str, dtype: torch.dtype) -> str:
     with tempfile.TemporaryDirectory() as folder:
         own = make_checkpoint(Path(folder) / name, f"tiny-{name}", dtype=str(dtype).removeprefix("torch."))
         model = load_model(str(own), dtype=dtype, device=device, progress=lines.append)
-    engine = Engine(model, EngineConfig(num_blocks=64, block_size=16, token_budget=64, max_running=8, spare_block=True))
+    engine = Engine(
+        model, EngineConfig(num_blocks=256, block_size=16, token_budget=64, max_running=8, spare_block=True)
+    )
     chosen = [line for line in lines if line.startswith("attention: ")]
-    return "; ".join([*chosen, f"decode steps {engine.capture()}"])
+    if model.mixers:
+        chosen.append(_by_operators(model.mixers, device))
+    wrong = next((line for line in chosen if line.startswith("wrong")), None)
+    return wrong or "; ".join([*chosen, f"decode steps {engine.capture()}"])
+
+
+def recurrence(device: torch.device, config: dict[str, Any]) -> str:
+    """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state."""
+    mixers = state_probe.learn(model_of(config, torch.bfloat16, device), recurrences.available(device))
+    assert mixers is not None
+    bits = "the same bits" if mixers.exact else "not the same bits, with torch's products,"
+    return f"{_by_operators(mixers, device)}; {bits} in any step"
+
+
+def _by_operators(mixers: Mixers, device: torch.device) -> str:
+    operators = all(mixer.forward is not type(mixer.module).forward for mixer in mixers.each)
+    return str(mixers) if operators or not recurrences.available(device) else f"wrong: {mixers}, not all by operators"
 
 
 def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Check]]:
@@ -106,6 +128,8 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
                 more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
                 name = f"attention {fact.heads}/{fact.kv_heads} x {fact.k_dim}, {fact.reach}{more}"
                 yield name, partial(attention, device, fact, dtype, kept)
+    for name, config in LAYERS.items():
+        yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)
 
@@ -123,7 +147,7 @@ def main(
         return 1
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}", flush=True)
-    wrong = run([each for each in checks(where, list(TINY)) if each[0].startswith(only)])
+    wrong = run([each for each in checks(where, list(TINY | HYBRID)) if each[0].startswith(only)])
     print(f"{wrong} wrong")
     return int(wrong > 0)
 

@@ -26,7 +26,7 @@ from loadtest.harness.options import numbers
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
-CHANGING = ("rows", "table_row", "t_part")  # parameters that differ from step to step
+CHANGING = ("rows", "tokens", "apart", "x_sequence", "table_row", "t_part")  # parameters that differ from step to step
 GROUP = 4  # query heads of a KV head
 SPLIT_KEYS = 4096
 
@@ -39,6 +39,10 @@ POINTERS = {
 }
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
+# dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
+DELTAS = ((128, 128, False), (128, 128, True), (64, 128, False), (192, 256, False), (256, 256, True))
+SCANS = ((16, 8192, True), (64, 64, False), (128, 64, False), (128, 80, False), (256, 64, False))
+ONE_GROUP = {"share": 1}  # Triton takes a number that is 1 for a constant
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
@@ -178,6 +182,41 @@ def sampling(architecture: int) -> Code:
     return replace(code, products=False)
 
 
+def recurrences(architecture: int, variants: bool) -> Iterator[Code]:
+    """Recurrent layers: of the most common sizes, with `variants` of others, too."""
+    from engine.gpu.recurrent import kernels, operators
+
+    names = ("q", "k", "v", "decay", "beta", "x", "dt", "a", "b", "c", "d", "states", "out", "y")
+    types = dict.fromkeys(names, "*fp32") | {"rows": "*i64"}
+    for dk, dv, channels in DELTAS if variants else DELTAS[:2]:
+        keys, columns = operators.tile(dk, dv)
+        fixed = {"KEYS": keys, "COLS": columns, "CHANNELS": channels, **(ONE_GROUP if channels else {})}
+        name, warps = f"{'Kimi' if channels else 'gated'} delta {dk} x {dv}", operators.warps(keys, columns)
+        yield recurrent(name, kernels.gated_delta, fixed, types, architecture, warps)
+    for size, dim, own in SCANS if variants else SCANS[:3:2]:
+        of_state, columns = operators.tile(size, dim)
+        fixed = {"COLS": columns, "SIZE": of_state, "OWN": own, "SKIP": True, **(ONE_GROUP if own else {})}
+        name, warps = f"{'Mamba' if own else 'Mamba-2'} scan {dim} x {size}", operators.warps(of_state, columns)
+        yield recurrent(name, kernels.state_space_scan, fixed, types, architecture, warps)
+    taps = {"WIDTH": 4, "BIAS": True, "SILU": True, "CHANNELS": operators.CHANNELS}
+    types = dict.fromkeys(("x", "weight", "bias", "y", "states"), "*bf16") | {"rows": "*i64"}
+    for kernel, more in (
+        (kernels.short_convolution, {"TOKENS": operators.TOKENS}),
+        (kernels.short_convolution_step, {"KEPT": 4}),
+    ):
+        yield recurrent(kernel.__name__.replace("_", " "), kernel, taps | more, types, architecture, 4)
+
+
+def recurrent(
+    name: str, kernel: Any, fixed: dict[str, Any], types: dict[str, str], architecture: int, warps: int
+) -> Code:
+    """Such a kernel sums in one order wherever its inputs begin, so no pointer may be specialised."""
+    pointers = [one for one in kernel.params if types.get(one.name, "").startswith("*")]
+    if elsewhere := [one.name for one in pointers if not one.do_not_specialize]:
+        raise SystemExit(f"{name} would be compiled again if inputs begin elsewhere: {elsewhere[0]} is specialised")
+    return replace(compiled(name, kernel, fixed, types, architecture, {"num_warps": warps}), products=False)
+
+
 def compiled(
     name: str, kernel: Any, constants: dict[str, Any], types: dict[str, str], architecture: int, options: dict[str, int]
 ) -> Code:
@@ -192,7 +231,9 @@ def compiled(
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     fixed = {(names.index(one),): value for one, value in constants.items()}
-    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in ALIGNED if one in names}
+    anyhow = {one.name for one in kernel.params if one.do_not_specialize}
+    aligned = [one for one in ALIGNED if one in names and one not in anyhow]
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -251,3 +292,4 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
         yield from rows(architecture)
         yield digest(architecture)
         yield sampling(architecture)
+        yield from recurrences(architecture, variants)

@@ -67,12 +67,19 @@ PAST = 5  # tokens before a decode step
 CASES = {"decode, 1 sequence": (1, 1), "decode, 8 sequences": (8, 1), "prompt of 512": (1, 512)}  # sequences, tokens
 
 
+def model_of(config: dict[str, Any], dtype: torch.dtype, device: torch.device = CPU) -> Any:
+    """With random weights."""
+    values = dict(config)
+    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+    own = AutoConfig.for_model(values.pop("model_type"), **values)
+    with device:
+        return auto.from_config(own, dtype=dtype, attn_implementation="eager").eval()
+
+
 class Layer:
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
-        values, self._dtype = dict(config), dtype
-        auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
-        self._config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model = auto.from_config(self._config, dtype=dtype, attn_implementation="eager").eval()
+        model, self._dtype = model_of(config, dtype), dtype
+        self._config = model.config
         compiled = serving(CPU) != REFERENCE
         mixers = state_probe.learn(model, compiled)
         assert mixers is not None

@@ -32,8 +32,10 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 4
     assert done.stdout.count("product 4096 x 4096") == 4
-    assert done.stdout.count("place_heads") == done.stdout.count("gated") == 2
+    assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 2
+    assert done.stdout.count("gated") == 4  # gates, and the delta rule
     assert done.stdout.count("digest") == done.stdout.count("sampling") == 2
+    assert {done.stdout.count(one) for one in ("delta 128 x 128", "scan", "short convolution")} == {4}
 
 
 @pytest.mark.parametrize(

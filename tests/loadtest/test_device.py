@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from engine import kernels
+from engine.runner import recurrences
 from loadtest.commands import main
-from loadtest.harness.random_checkpoints import make_module
+from loadtest.harness.random_checkpoints import HYBRID, make_module
 from loadtest.microbench import device_kernels
 from loadtest.microbench.device import NO_CUDA, Floors
+from loadtest.microbench.recurrence import REST
 
 CPU = torch.device("cpu")
 
@@ -85,6 +87,17 @@ def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture
     assert out.count("0 wrong") == 2
 
 
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
+def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported."""
+    config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
+    line = device_kernels.recurrence(CPU, config)
+    assert line == "2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits in any step"
+    wrong = recurrences.OPERATORS | {"causal_conv1d_fn": lambda *given, **more: given[0]}
+    monkeypatch.setattr(recurrences, "OPERATORS", wrong)
+    assert device_kernels.recurrence(CPU, config).startswith("wrong: 2 recurrent layers")
+
+
 def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     """An hour with a device is short."""
 
@@ -100,4 +113,5 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     """All that the kernels claim to serve; and about products, plain and over codes."""
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
-    assert len(names) == len(set(names)) == 3 + len(list(device_kernels.calls())) * 2 * 3 + 2 * 3 + 6
+    assert sum(name.startswith("recurrence") for name in names) == 4
+    assert len(names) == len(set(names)) == 7 + len(list(device_kernels.calls())) * 2 * 3 + 2 * 3 + 6
