@@ -91,8 +91,7 @@ def load_model(
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
-    by_operators = kernels == "auto"
-    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), by_operators, kv_dtype)
+    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
