@@ -25,6 +25,7 @@ from tests.support.memory import block_view
 from tests.support.rank_copies import rank_copies
 
 NEW = 12
+WITHIN_S = 60.0  # a job whose deltas did not say what computed them would wait for minutes
 LENGTHS = [1, 5, 8, 16, 33, 90]  # several chunks of 64; borders of blocks of 4, 8 and 16 hit and missed
 
 
@@ -219,15 +220,16 @@ async def test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_el
             stream = cluster.client.stream(prompt, max_tokens=new, ignore_eos=True)
         error: Exception | None = None
         try:
-            async for delta in stream:
-                if not tokens:
-                    await another(cluster, tiny, tmp_path, change)
-                    await cluster.workers.pop("decode-0").stop(0.0)
-                    if kind == "job" and "block_size" not in change:
-                        await cluster.seen(2)
-                        cluster.settings = first.settings
-                        await cluster.start_worker("decode-0")
-                tokens += delta.token_ids
+            async with asyncio.timeout(WITHIN_S):
+                async for delta in stream:
+                    if not tokens:
+                        await another(cluster, tiny, tmp_path, change)
+                        await cluster.workers.pop("decode-0").stop(0.0)
+                        if kind == "job" and "block_size" not in change:
+                            await cluster.seen(2)
+                            cluster.settings = first.settings
+                            await cluster.start_worker("decode-0")
+                    tokens += delta.token_ids
         except ResumeFailed as failed:
             error = failed
         goes_on = kind == "job" or "block_size" in change
