@@ -249,6 +249,20 @@ async def test_an_input_that_is_no_list_of_requests_fails_the_batch(inside: Any)
         assert [one.id async for one in client.batches.list()] == [batch.id]
 
 
+@pytest.mark.parametrize("field", ["input_file_id", "metadata"])
+async def test_a_batch_of_texts_that_are_no_unicode_is_refused(inside: Any, field: str) -> None:
+    """With the field's name, and before it is kept: otherwise no list of batches could be shown as long as it is."""
+    async with demo(inside) as cluster, client_of(cluster.router) as client:
+        file = await client.files.create(file=("in.jsonl", asked({"a": {"prompt": "x"}}, COMPLETIONS)), purpose="batch")
+        about: dict[str, Any] = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        about[field] = "\ud800" if field == "input_file_id" else {"why": "\ud800"}
+        async with httpx2.AsyncClient(base_url=str(client.base_url)) as plain:
+            headers = {"content-type": "application/json"}
+            answer = await plain.post("batches", content=json.dumps(about).encode(), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert not (await client.batches.list()).data
+
+
 async def test_a_cancelled_batch_stops(inside: Any) -> None:
     """Its jobs end, what is done is in the output, and every other line says why it was not run."""
     bodies = {str(number): said("x", max_tokens=40, ignore_eos=True) for number in range(60)}

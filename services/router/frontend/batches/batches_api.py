@@ -16,6 +16,7 @@ from cluster.state.batch_store import BatchRecord, BatchStore
 from services.router.frontend.batches.batch_runner import BatchRunner
 from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, page_limit, page_of
 from services.router.frontend.http_body import BodyReader
+from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.json_limits import wrong
 from services.router.tenancy.rate_limits import RateLimits
@@ -125,6 +126,11 @@ class BatchesApi:
         ):
             bound = f"up to {MAX_METADATA} names of {MAX_METADATA_KEY} and values of {MAX_METADATA_VALUE} characters"
             raise wrong("metadata", "too long", bound)
+        for name, value in (("input_file_id", body.input_file_id), ("metadata", metadata)):
+            try:
+                to_json(value)
+            except UnicodeEncodeError as error:  # a lone surrogate: it could neither be looked up nor shown again
+                raise wrong(name, "not valid Unicode", "valid Unicode") from error
         if (expires := body.output_expires_after) is not None:
             if expires.anchor != "created_at":
                 raise wrong("output_expires_after.anchor", "unknown", "created_at")
