@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 import psutil
 
-from tandem.errors import SettingsError
+from tandem.errors import PreconditionFailed, SettingsError
 
 RAY_SOCKET_CHARACTERS = 66  # /session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store
 MAX_SOCKET_CHARACTERS = 107
@@ -20,11 +21,25 @@ _NAME = re.compile(r"^tandem-(\d+)-(\d+)$")
 
 
 def create() -> Path:
-    """A new directory with mode 0700, after removing those whose process is gone."""
+    """A new directory with mode 0700, after removing those whose process is gone. Raises PreconditionFailed where its
+    name is taken: it can be guessed, and whoever owns the directory could answer in place of the registry in it."""
     remove_stale()
     path = _parent() / f"tandem-{os.getpid()}-{int(psutil.Process().create_time())}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)  # an earlier run of this process may have left it
+    except OSError as error:
+        raise _not_private(path) from error
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise _not_private(path)
     return path
+
+
+def _not_private(path: Path) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"{path} is not a private directory of this user's; remove it, or set TMPDIR to a folder of your own",
+        reason="RUN_DIRECTORY_TAKEN",
+    )
 
 
 def remove(path: Path) -> None:

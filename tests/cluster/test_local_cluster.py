@@ -22,7 +22,7 @@ from cluster import local_cluster, run_directory
 from cluster.local_cluster import LocalCluster
 from cluster.state.registry import Registry
 from cluster.supervisor import Event
-from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
+from tandem.errors import CheckpointRefused, DeadlineExceeded, PreconditionFailed, SettingsError
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER
 
@@ -319,6 +319,36 @@ def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.Mo
     [kept] = [Path(line.partition("the logs are in ")[2]) for line in lines if "the logs are in" in line]
     assert list(kept.glob("worker-*.err"))
     assert [path.name for path in directory.iterdir()] == [kept.parent.name]
+
+
+@pytest.mark.parametrize("taken", ["link", "open", "file"])
+def test_a_run_directory_that_is_not_private_is_refused(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path, taken: str
+) -> None:
+    """Its name can be guessed, in a folder where everybody may write: its owner could be the cluster's registry."""
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    private = run_directory.create()
+    assert run_directory.create() == private
+    private.rmdir()
+    if taken == "link":
+        private.symlink_to(tmp_path)
+    elif taken == "open":
+        private.mkdir()
+        private.chmod(0o777)
+    else:
+        private.touch()
+    with pytest.raises(PreconditionFailed, match="not a private directory"):
+        run_directory.create()
+    assert private.is_symlink() or private.exists()
+
+
+def test_a_run_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Whatever its mode."""
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    run_directory.create()
+    monkeypatch.setattr(run_directory.os, "getuid", lambda: -1)
+    with pytest.raises(PreconditionFailed, match="not a private directory"):
+        run_directory.create()
 
 
 def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
