@@ -78,6 +78,10 @@ class SupervisorHandle:
         """Drains and ends every worker."""
         return _future(self._actor.stop.remote(grace_s))
 
+    def end(self) -> None:
+        """Ends the supervisor's process, without its workers."""
+        ray.kill(self._actor)
+
 
 def _future(answer: Any) -> Future[Any]:
     """Ray's future, with errors of the tree."""

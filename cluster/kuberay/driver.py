@@ -118,13 +118,16 @@ def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None
 
 def _follow(supervisor: SupervisorHandle, ended: SimpleQueue[Future[None] | None]) -> int:
     """Waits for a signal, or for the supervisor's end, which is a failure: nobody else ends it."""
+    running = supervisor.run()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.put(None))
-    supervisor.run().add_done_callback(ended.put)
+    running.add_done_callback(ended.put)
     print("ready: the supervisor runs", flush=True)
     run = ended.get()
     if run is None:
         return 0
+    if run is running and not isinstance(run.exception(), Unavailable):
+        supervisor.end()  # its run cannot begin again, and the next driver would follow it, by its name
     run.result()  # raises why
     raise Unavailable("the supervisor has ended", reason="SUPERVISOR_ENDED")
 

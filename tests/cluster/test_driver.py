@@ -1,0 +1,71 @@
+"""What the driver of a Ray that others own does at the end of the supervisor's run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from cluster.kuberay import driver
+from tandem.errors import PreconditionFailed, TandemError, Unavailable, WorkerLost
+
+
+class Supervisor:
+    """Stands for the handle of one whose run has ended."""
+
+    def __init__(self, error: TandemError | None) -> None:
+        self.ended = 0
+        self._run: Future[None] = Future()
+        if error is None:
+            self._run.set_result(None)
+        else:
+            self._run.set_exception(error)
+
+    def run(self) -> Future[None]:
+        return self._run
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (PreconditionFailed("cluster 'default' has a supervisor already", reason="ALREADY_UP"), 1),
+        (None, 1),
+        (WorkerLost("its process died"), 0),
+        (Unavailable("Ray cannot reach it"), 0),
+    ],
+)
+def test_a_supervisor_whose_run_is_over_is_ended(error: TandemError | None, ended: int) -> None:
+    """Its actor would answer each later driver with the same error, also when the reason is gone. One that cannot be
+    reached may run."""
+    supervisor: Any = Supervisor(error)
+    with pytest.raises(type(error) if error else Unavailable):
+        driver._follow(supervisor, SimpleQueue())
+    assert supervisor.ended == ended
+
+
+def test_the_end_of_another_task_leaves_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of the thread that keeps sizes equal."""
+    supervisor: Any = Supervisor(None)
+    supervisor._run = Future()
+    over: Future[None] = Future()
+    over.set_exception(PreconditionFailed("a deployment is missing"))
+    others = SimpleQueue[Future[None] | None]()
+    others.put(over)
+    with pytest.raises(PreconditionFailed, match="deployment"):
+        driver._follow(supervisor, others)
+    assert supervisor.ended == 0
