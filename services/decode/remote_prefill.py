@@ -319,7 +319,7 @@ class PrefillStream:
 def _check_adapter(opened: prefill_pb2.Opened, sequence: Sequence) -> None:
     """The prefill worker must use this worker's adapter; checked before its first token is passed on."""
     if opened.adapter_fingerprint != sequence.fingerprint:
-        raise IncompatibleLayout("it computes with another adapter of the same name, or with none")
+        raise IncompatibleLayout("it computes with another adapter of the same name, or none", reason="OTHER_ADAPTER")
 
 
 def from_below(error: TandemError, source: str, *, began: bool = False, expired: bool = False) -> TandemError:

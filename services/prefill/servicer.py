@@ -192,7 +192,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             has = f"has another adapter named {name} than the caller"
         except NotFound:
             has = f"does not have the caller's adapter {name}"
-        raise IncompatibleLayout(f"{worker.worker_id} {has}; `tandem doctor` compares the adapters of all workers")
+        raise IncompatibleLayout(
+            f"{worker.worker_id} {has}; `tandem doctor` compares the adapters of all workers", reason="OTHER_ADAPTER"
+        )
 
 
 def _first_token(

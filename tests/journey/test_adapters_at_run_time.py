@@ -272,6 +272,55 @@ async def test_a_worker_that_does_not_answer_is_a_refusal(
         await cluster.client.load_adapter("red", "red")
 
 
+# ---- on workers that cannot serve it
+
+
+async def lacking(cluster: Any, worker_id: str, tmp_path: Path) -> None:
+    """Starts a worker that cannot read the adapter `red`, which the cluster has loaded."""
+    (tmp_path / "empty").mkdir()
+    own, settings = cluster.settings.model_copy(update={"adapter_root": tmp_path / "empty"}), cluster.settings
+    cluster.settings = own
+    await cluster.start_worker(worker_id)
+    cluster.settings = settings
+
+
+async def test_a_decode_worker_without_the_adapter_serves_all_other_requests(
+    inside: Any, root: Path, tmp_path: Path
+) -> None:
+    """Requests for the adapter go to another one, and requests for anything else need not wait because it refused."""
+    async with inside(adapter_root=root, prefill=0) as cluster:
+        await cluster.client.load_adapter("red", "red")
+        await lacking(cluster, "decode-1", tmp_path)
+        await cluster.seen(2)
+        attempts = [
+            (await cluster.client.generate([5, 6, number], adapter="red", max_tokens=2)).receipt.attempts
+            for number in range(4)
+        ]
+        assert 2 in attempts, "decode-1 has refused one of them"
+        assert max(attempts) == 2
+        await cluster.workers.pop("decode-0").stop(0.0)
+        done = await cluster.client.generate([5, 6, 7], max_tokens=2, timeout=2.5)
+        assert (done.receipt.decode_worker, done.receipt.attempts) == ("decode-1", 1)
+        with pytest.raises(Unavailable, match="does not have the adapter red"):
+            await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2)
+        await cluster.client.generate([5, 6, 8], max_tokens=2, timeout=2.5)
+
+
+async def test_a_prefill_worker_without_the_adapter_serves_all_other_requests(
+    inside: Any, root: Path, tmp_path: Path
+) -> None:
+    """The decode worker computes the adapter's prompt, and the next one of the base model is handed over."""
+    async with inside(adapter_root=root) as cluster:
+        await cluster.client.load_adapter("red", "red")
+        await cluster.workers.pop("prefill-0").stop(0.0)
+        await lacking(cluster, "prefill-1", tmp_path)
+        await cluster.seen(2)
+        done = await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2)
+        assert (done.receipt.path, done.receipt.attempts) == ("local", 2)
+        done = await cluster.client.generate([5, 6, 7], max_tokens=2)
+        assert (done.receipt.path, done.receipt.prefill_worker) == ("disaggregated", "prefill-1")
+
+
 # ---- while requests run
 
 

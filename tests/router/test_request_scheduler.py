@@ -796,3 +796,18 @@ async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_th
     assert places == ["decode-1 700", "decode-1 20"]
     assert (await once(scheduler, **begun)).decode.worker_id == "decode-1"
     assert scheduler.waiting() == 0
+
+
+async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None:
+    """By this request alone: others take turns as before, and nothing waits for a worker that may not be used."""
+    records = [*two("decode"), *two("prefill")]
+    scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
+    unsuited = {("decode-0", "a"), ("prefill-1", "a")}
+    placements = [await once(scheduler, unsuited=unsuited) for _ in range(3)]
+    assert {one.decode.worker_id for one in placements} == {"decode-1"}
+    assert {one.prefill and one.prefill.worker_id for one in placements} == {"prefill-0"}
+    assert {(await once(scheduler)).decode.worker_id for _ in range(4)} == {"decode-0", "decode-1"}
+    assert {(await once(scheduler, unsuited={("decode-0", "z")})).decode.worker_id for _ in range(4)} > {"decode-0"}
+    scheduler = RequestScheduler(seen(records[0], records[2]), 5.0, RoutingConfig())
+    alone = await once(scheduler, unsuited={("decode-0", "a"), ("prefill-0", "a")})
+    assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)

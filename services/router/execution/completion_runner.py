@@ -39,6 +39,7 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/remote_prefill.py)
+OTHER_ADAPTER = "OTHER_ADAPTER"  # likewise (services/decode/servicer.py, services/prefill/servicer.py)
 
 
 class CompletionRunner:
@@ -91,6 +92,7 @@ class CompletionRunner:
             follows=bool(kv_holder),
             begun_with=timeline.begun_with,
             alone=alone,
+            unsuited=request.unsuited,
         ) as placement:
             before, began = request.generated, monotonic()
             timeline.placed(placement)
@@ -101,7 +103,7 @@ class CompletionRunner:
                 self._scheduler.rejected(placement)
                 timeline.refused()
             except (Unavailable, DataLoss, IncompatibleLayout) as error:
-                self._blame(error, placement)
+                self._blame(error, placement, request)
                 if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
                     log.info("attempt.not_sent", request=request.request_id, error=error.message)
                     timeline.refused()
@@ -149,11 +151,15 @@ class CompletionRunner:
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
         self._scheduler.observe_path(placement, timeline.path_latency())
 
-    def _blame(self, error: TandemError, placement: Placement) -> None:
+    def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:
-        the same pair may try again. A failed transfer counts against the pair: either worker may work with others."""
+        the same pair may try again. A failed transfer counts against the pair: either worker may work with others. A
+        worker that lacks the request's adapter serves all other requests."""
         scheduler, prefill = self._scheduler, placement.prefill
-        if isinstance(error, StepFailed):
+        if error.reason == OTHER_ADAPTER:
+            lacking = prefill if prefill and isinstance(error, IncompatibleLayout) else placement.decode
+            request.unsuited.add(lacking.identity)
+        elif isinstance(error, StepFailed):
             worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP_FAILED else (placement.decode, "decode")
             if worker:
                 scheduler.suspect_unless_alone(worker, role)

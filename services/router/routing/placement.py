@@ -53,6 +53,11 @@ class WorkerSnapshot:
         return WorkerSnapshot(*(*_all_but_cached(self), cached)) if cached != self.cached else self
 
     @property
+    def identity(self) -> tuple[str, str]:
+        """Of this incarnation."""
+        return self.worker_id, self.incarnation
+
+    @property
     def begun(self) -> Begun:
         """What tokens that it computes have begun with."""
         return Begun(self.computes_with, self.sum_order)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
@@ -77,13 +77,14 @@ class RequestScheduler:
         follows: bool = False,
         begun_with: Begun | None = None,
         alone: bool = False,
+        unsuited: Collection[Incarnation] = (),
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
         request that has, is never refused because of an estimate. `begun_with` is what the worker computed with
         that gave its tokens so far. A suspected poison request begins `alone`: on a decode worker, which computes its
-        prompt.
+        prompt. `unsuited` are workers that serve others and not this one: used only if no other is there.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
@@ -102,6 +103,7 @@ class RequestScheduler:
             cached=cached,
             holders=holders,
             alone=alone,
+            unsuited=unsuited,
         )
         if not self._queue:
             self._places.clear()
@@ -176,7 +178,7 @@ class RequestScheduler:
         """A KV transfer between them failed: these incarnations are not paired for a while."""
         now = monotonic()
         self._avoided = {pair: until for pair, until in self._avoided.items() if until > now}
-        self._avoided[_incarnation(decode), _incarnation(prefill)] = now + SUSPECT_S
+        self._avoided[decode.identity, prefill.identity] = now + SUSPECT_S
         self._dispatch_after(SUSPECT_S)
 
     def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None) -> float:
@@ -334,15 +336,13 @@ class RequestScheduler:
         return [
             prefill[0]
             for (to, prefill), until in self._avoided.items()
-            if until > now
-            and to == _incarnation(decode)
-            and prefill[0] in known
-            and _incarnation(known[prefill[0]]) == prefill
+            if until > now and to == decode.identity and prefill[0] in known and known[prefill[0]].identity == prefill
         ]
 
     def _decodes(self, waiting: WaitingRequest) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
-        found = self._workers.decodes.shortlist(waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached)
+        about = waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached, waiting.unsuited
+        found = self._workers.decodes.shortlist(*about)
         # Workers that somebody waits for aside take nobody else, or small requests would take all room as it comes.
         return [worker for worker in found if (self._aside[worker.computes_with] or [waiting])[0] is waiting]
 
@@ -350,6 +350,7 @@ class RequestScheduler:
         self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
     ) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("prefill")
+        avoided = [*avoided, *(name for name, _ in waiting.unsuited)]
         return self._workers.prefills.shortlist(decode, self._latencies.at(monotonic()), holders, cached, avoided)
 
     def _take(self, waiting: WaitingRequest, placement: Placement) -> None:
@@ -394,7 +395,3 @@ class RequestScheduler:
             reason="QUEUE_TIMEOUT",
             retry_after=1.0,
         )
-
-
-def _incarnation(worker: WorkerSnapshot) -> Incarnation:
-    return worker.worker_id, worker.incarnation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.router.routing.fair_queue import Waiting
@@ -18,6 +18,7 @@ class WaitingRequest(Waiting):
     ahead: int = 0
     kv_holder: str = ""
     begun_with: Begun | None = None
+    unsuited: Collection[tuple[str, str]] = ()  # incarnations of workers that serve others, and not this
     cached: Cached = lambda record: 0
     holders: Holders = lambda role: ()
     placement: Placement | None = None

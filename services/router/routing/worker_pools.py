@@ -180,10 +180,20 @@ class DecodePool:
         return worker_id if worker and not worker.state_blocks else ""
 
     def shortlist(
-        self, tokens: int, ahead: int, kv_holder: str, holders: Iterable[str], cached: CachedAt
+        self,
+        tokens: int,
+        ahead: int,
+        kv_holder: str,
+        holders: Iterable[str],
+        cached: CachedAt,
+        unsuited: Collection[tuple[str, str]] = (),
     ) -> list[WorkerSnapshot]:
-        """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning."""
+        """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning, without
+        the `unsuited`, unless no other is usable."""
+        if unsuited and not any(one.usable and one.identity not in unsuited for one in self.workers.values()):
+            unsuited = ()
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}
+        chosen = {name: one for name, one in chosen.items() if one.identity not in unsuited}
         most_free = self._by_free_tokens.first_key()
         if most_free and -most_free[0] >= tokens + ahead:
             for group in self._by_load.values():
@@ -191,7 +201,7 @@ class DecodePool:
                     worker = self.workers[worker_id]
                     if worker.running >= worker.max_running:
                         break
-                    if has_room(worker, tokens, ahead, self._config):
+                    if worker.identity not in unsuited and has_room(worker, tokens, ahead, self._config):
                         chosen[worker.worker_id] = worker
                         break
         return [worker.with_cached(cached(name)) for name, worker in chosen.items()]
