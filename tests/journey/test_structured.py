@@ -13,7 +13,7 @@ import pytest
 
 import engine.decoding.structured_output
 import engine.engine
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import Busy, InvalidRequest, TandemError
 from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
@@ -288,6 +288,25 @@ async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, mo
 
 
 # ---- stop strings
+
+
+async def test_a_worker_that_compiles_no_grammar_serves_all_other_requests(
+    inside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with a grammar goes elsewhere, or ends with the reason where all refuse it. Nobody else waits."""
+    async with inside(model=DEMO) as cluster:
+        for name, path, attempts in (("prefill-0", "local", 2), ("decode-0", "", 0)):
+            monkeypatch.setattr(cluster.workers[name].engine.grammars.left_behind, "count", lambda: 3)
+            asked = cluster.client.generate(PROMPTS[0], timeout=10, **options(grammar={"regex": f"{name}x*"}))
+            if path:
+                assert ((done := await asked).receipt.path, done.receipt.attempts) == (path, attempts)
+            else:
+                with pytest.raises(Busy, match="given up after 4 attempts") as caught:
+                    await asked
+                assert caught.value.reason == "GRAMMARS_STUCK"
+            done = await cluster.client.generate(PROMPTS[1], max_tokens=4)
+            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+            assert done.receipt.phases["queue"] < 0.2
 
 
 async def test_stop_strings_cut_the_text_and_end_the_work(inside: Any) -> None:

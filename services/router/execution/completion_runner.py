@@ -39,7 +39,8 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/remote_prefill.py)
-OTHER_ADAPTER = "OTHER_ADAPTER"  # likewise (services/decode/servicer.py, services/prefill/servicer.py)
+# Likewise, of a worker that serves others and not this request: it has not its adapter, or compiles no grammar now.
+UNSUITED = ("OTHER_ADAPTER", "GRAMMARS_STUCK", "PREFILL_GRAMMARS_STUCK")
 
 
 class CompletionRunner:
@@ -99,10 +100,11 @@ class CompletionRunner:
             try:
                 with _attempt_span(timeline, placement) as span:
                     await self._attempt(completion, placement, deadline, span, alone)
-            except Busy:
-                self._scheduler.rejected(placement)
-                timeline.refused()
-            except (Unavailable, DataLoss, IncompatibleLayout) as error:
+            except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
+                if isinstance(error, Busy) and error.reason not in UNSUITED:
+                    self._scheduler.rejected(placement)
+                    timeline.refused()
+                    return
                 self._blame(error, placement, request)
                 if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
                     log.info("attempt.not_sent", request=request.request_id, error=error.message)
@@ -154,11 +156,11 @@ class CompletionRunner:
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:
         the same pair may try again. A failed transfer counts against the pair: either worker may work with others. A
-        worker that lacks the request's adapter serves all other requests."""
+        worker that is unsuited for the request serves others."""
         scheduler, prefill = self._scheduler, placement.prefill
-        if error.reason == OTHER_ADAPTER:
-            lacking = prefill if prefill and isinstance(error, IncompatibleLayout) else placement.decode
-            request.unsuited.add(lacking.identity)
+        if error.reason in UNSUITED:
+            of_prefill = isinstance(error, IncompatibleLayout) or error.reason.startswith("PREFILL")
+            request.unsuited.add((prefill if prefill and of_prefill else placement.decode).identity)
         elif isinstance(error, StepFailed):
             worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP_FAILED else (placement.decode, "decode")
             if worker:
