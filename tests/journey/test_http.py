@@ -915,6 +915,9 @@ async def test_the_small_endpoints_answer(door: Any) -> None:
         assert back.json()["prompt"] == text
         bad = await it.raw.post("/detokenize", json={"tokens": [-1]})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens.0")
+        headers = {"content-type": "application/json"}
+        bad = await it.raw.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers)
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "prompt"), "a lone surrogate is no bug"
 
 
 async def test_metrics_count_what_came_through_either_door(door: Any) -> None:

@@ -28,9 +28,9 @@ from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_answers, openai_errors, openai_protocol
-from services.router.frontend.openai.openai_sampling import Sampled
+from services.router.frontend.openai.openai_sampling import Sampled, to_bytes
 from services.router.models import Models
-from services.router.preprocess.validation import checked_request_id
+from services.router.preprocess.validation import checked_request_id, utf8
 from services.router.tenancy.api_keys import ApiKeys
 from tandem.errors import InvalidRequest, NotFound, NoWorker, TandemError, Unauthenticated
 from tandem.settings import Settings
@@ -135,10 +135,11 @@ class Api:
         body = openai_protocol.parse(raw, Tokenize)
         model, _, _ = self._models.resolve(body.model)
         context = model.context
-        if least := model.tokenizer.at_least(body.prompt, max(context, MAX_TOKENIZE_TOKENS)):
+        prompt = utf8(to_bytes(body.prompt), "prompt", None)
+        if least := model.tokenizer.at_least(prompt, max(context, MAX_TOKENIZE_TOKENS)):
             bound = f"at most {max(context, MAX_TOKENIZE_TOKENS)} tokens"
             raise InvalidRequest(f"prompt has over {least} tokens", field="prompt", bound=bound)
-        ids = model.tokenizer.encode(body.prompt, special=body.add_special_tokens)
+        ids = model.tokenizer.encode(prompt, special=body.add_special_tokens)
         return to_json({"count": len(ids), "max_model_len": context, "tokens": ids})
 
     def _detokenized(self, raw: bytes) -> bytes:
