@@ -230,6 +230,9 @@ async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Pa
             with pytest.raises(openai.RateLimitError) as limited:
                 await http.completions.create(model="", prompt="two", max_tokens=1)
             assert int(limited.value.response.headers["retry-after"]) >= 1
+            with pytest.raises(openai.RateLimitError) as never:
+                await http.completions.create(model="", prompt=["two", "three"], max_tokens=1)
+            assert (never.value.code, never.value.response.headers["x-should-retry"]) == ("TOO_LARGE", "false")
             await large.generate("three", max_tokens=2, ignore_eos=True)
             async for _ in stream:
                 pass

@@ -99,6 +99,10 @@ class BodyReader:
         # At this rate even the longest body arrives well within its time limit.
         self.bodies = Bodies(max(MAX_TENANT_BODY_BYTES, most), max(BODY_BYTES_PER_S, 4 * most / BODY_TIMEOUT_S))
 
+    def check_together(self, request: Request, requests: int) -> None:
+        """Raises TooLarge for so many requests in one, if the tenant may never have them."""
+        self._rate_limits.check_together(self._rate_limits.who(request.headers.get("authorization")), requests)
+
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
         """Returns or raises what work(body, *args) does; runs it on a thread if the body is long."""
         tenant = self._rate_limits.who(request.headers.get("authorization")).name

@@ -42,7 +42,10 @@ class GeneratingEndpoint:
         return self.respond(request, await self._bodies.read(request, parse, request.headers.get("x-request-id")))
 
     def respond(self, request: Request, prepared: Prepared) -> Response:
-        """Generates what was prepared for this request."""
+        """Generates what was prepared for this request. Raises TooLarge for prompts with more answers than the tenant
+        may ever have in progress: each is admitted by itself, and the last would be refused as one to try again."""
+        if len(prepared.requests) > 1:
+            self._bodies.check_together(request, sum(message.sampling.n or 1 for message in prepared.requests))
         key, headers = request.headers.get("authorization"), request.headers.items
         events = merged_events(
             [

@@ -65,6 +65,10 @@ class RateLimits:
         finally:
             tenant.running -= requests
 
+    def check_together(self, key: ApiKey, requests: int) -> None:
+        """Raises TooLarge for so many requests at once, if the tenant may never have them."""
+        _check_count(key, requests)
+
     def check_job(self, key: ApiKey, prompt_tokens: int) -> None:
         """Raises TooLarge for a prompt that can never be charged to its tenant."""
         _check_prompt(key, prompt_tokens)
@@ -133,20 +137,23 @@ class Allowance:
 
 
 def _check_requests(key: ApiKey, tenant: _Tenant, requests: int) -> None:
+    _check_count(key, requests)
     most = key.limits.requests
-    if most is None:
-        return
-    if requests > most:
-        raise TooLarge(
-            f"{key.name} may have {most} requests in progress, this one counts as {requests}",
-            field="sampling.n",
-            bound=f"at most {most}",
-        )
-    if tenant.running + requests > most:
+    if most is not None and tenant.running + requests > most:
         raise Busy(
             f"{key.name} has {tenant.running} requests in progress, and {most} is its limit",
             reason="TENANT_REQUESTS",
             retry_after=RETRY_S,
+        )
+
+
+def _check_count(key: ApiKey, requests: int) -> None:
+    most = key.limits.requests
+    if most is not None and requests > most:
+        raise TooLarge(
+            f"{key.name} may have {most} requests in progress, this one counts as {requests}",
+            field="sampling.n",
+            bound=f"at most {most}",
         )
 
 
