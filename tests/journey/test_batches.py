@@ -249,6 +249,23 @@ async def test_an_input_that_is_no_list_of_requests_fails_the_batch(inside: Any)
         assert [one.id async for one in client.batches.list()] == [batch.id]
 
 
+async def test_lists_that_are_not_read_are_bounded(inside: Any) -> None:
+    """A list of a thousand files has a megabyte and costs a line to ask for: until it is read, it counts as a body."""
+    async with demo(inside) as cluster, client_of(cluster.router) as client:
+        await ended(
+            client, await begun(client, asked({"a": {"prompt": "x", "max_tokens": 1}}, COMPLETIONS), COMPLETIONS)
+        )
+        bodies = cluster.router.bodies.bodies
+        for resource in (client.files, client.batches):
+            assert len((await resource.list()).data) >= 1
+            most, bodies._most = bodies._most, 100
+            with pytest.raises(openai.RateLimitError) as refused:
+                await resource.list()
+            assert refused.value.code == "BODIES"
+            bodies._most = most
+        assert bodies.total() == 0
+
+
 @pytest.mark.parametrize("field", ["input_file_id", "metadata"])
 async def test_a_batch_of_texts_that_are_no_unicode_is_refused(inside: Any, field: str) -> None:
     """With the field's name, and before it is kept: otherwise no list of batches could be shown as long as it is."""

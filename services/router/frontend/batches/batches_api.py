@@ -15,7 +15,7 @@ from starlette.routing import Route
 from cluster.state.batch_store import BatchRecord, BatchStore
 from services.router.frontend.batches.batch_runner import BatchRunner
 from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, page_limit, page_of
-from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.json_limits import wrong
@@ -95,10 +95,12 @@ class BatchesApi:
         """Raises InvalidRequest."""
         query = request.query_params
         limit = page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE)
-        page = await self._store.batches(self._tenant(request), limit, query.get("after", ""))
+        tenant = self._tenant(request)
+        page = await self._store.batches(tenant, limit, query.get("after", ""))
         if page is None:
             raise wrong("after", "unknown", "the id of a batch")
-        return JSONResponse(page_of([_batch(record) for record in page[0]], more=page[1]))
+        listed = page_of([_batch(record) for record in page[0]], more=page[1])
+        return BoundedAnswer(to_json(listed), self._bodies.bodies, tenant)
 
     async def retrieve(self, request: Request) -> Response:
         """Raises NotFound."""

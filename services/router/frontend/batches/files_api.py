@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from cluster.state.batch_store import BatchStore, FileRecord
 from services.router.frontend.batches.multipart import MAX_FRAMING_BYTES, boundary_of, fields_of
-from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_body import BodyReader, BoundedAnswer
+from services.router.frontend.json_body import to_json
 from services.router.preprocess.json_limits import wrong
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import TooLarge
@@ -65,11 +66,12 @@ class FilesApi:
         if order not in ("asc", "desc"):
             raise wrong("order", "unknown", "asc or desc")
         newest_first, purpose = order == "desc", query.get("purpose", "")
-        after = query.get("after", "")
-        page = await self._store.files(self._tenant(request), limit, after, newest_first=newest_first, purpose=purpose)
+        tenant, after = self._tenant(request), query.get("after", "")
+        page = await self._store.files(tenant, limit, after, newest_first=newest_first, purpose=purpose)
         if page is None:
             raise wrong("after", "unknown", "the id of a file")
-        return JSONResponse(page_of([_file(record) for record in page[0]], more=page[1]))
+        listed = page_of([_file(record) for record in page[0]], more=page[1])
+        return BoundedAnswer(to_json(listed), self._bodies.bodies, tenant)
 
     async def retrieve(self, request: Request) -> Response:
         """Raises NotFound."""
