@@ -198,13 +198,33 @@ def attend_plan(
     q = query[plan.rows].transpose(1, 2)  # [sequences, heads, queries, d]
     k = gather(k_pages, scales[0], plan, "k", query.dtype).transpose(1, 2)  # [sequences, kv_heads, keys, k_dim]
     v = gather(v_pages, scales[1], plan, "v", query.dtype).transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
-    if expand is not None:
-        k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
     if indices is not None:
         mask = chosen(indices, plan.rows, k.shape[2], plan.mask, plan.causal)
         plan = replace(plan, mask=mask, causal=False)
-    out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
+    if expand is None:
+        out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
+    else:
+        out = _attend_latents(q, k, v, plan, facts, sinks, expand)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_latents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    facts: CallFacts,
+    sinks: torch.Tensor | None,
+    expand: Expander,
+) -> torch.Tensor:
+    """`attend_dense` over latents `k [n, 1, keys, rank]` and `v [n, 1, keys, rope_dim]`. On CPU of one sequence at a
+    time: they are expanded to a hundred times as much, and nothing has measured a step of many long sequences."""
+    together, outs = 1 if q.device.type == "cpu" else len(q), []
+    for first in range(0, len(q), together):
+        few = slice(first, first + together)
+        own = plan if plan.mask is None else replace(plan, mask=plan.mask[few])
+        outs.append(attend_dense(q[few], *expand(k[few], v[few]), own, facts, sinks))
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 @dataclass(frozen=True)

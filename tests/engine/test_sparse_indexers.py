@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import builder
+from engine.attention import paged
 from engine.core.engine_config import EngineConfig
 from engine.core.kv_layout import KvLayout
 from engine.core.sequence import Sequence
@@ -110,6 +111,22 @@ def test_a_long_prompt_is_scored_in_parts(folder: Path, model: ModelRunner, monk
     run(engine_of(model), added := several(folder))
     assert all(right(folder, sequence) for sequence in added)
     assert self_check.run(model).gap < EXACT
+
+
+def test_latents_are_expanded_for_one_sequence_at_a_time(
+    folder: Path, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many long streams together would take more memory than the start has measured."""
+    sizes, attend_dense = list[int](), paged.attend_dense
+
+    def counted(q: torch.Tensor, k: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(k))
+        return attend_dense(q, k, *others)
+
+    monkeypatch.setattr(paged, "attend_dense", counted)
+    run(engine_of(model), added := several(folder))
+    assert all(right(folder, sequence) for sequence in added)
+    assert set(sizes) == {1}
 
 
 def test_preempted_sequences_compute_their_keys_again(folder: Path, model: ModelRunner) -> None:
