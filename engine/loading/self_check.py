@@ -301,42 +301,42 @@ def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
     as large as the vocabulary, with a slice of them, and of an embedding with the rows that it looks up."""
     buffers = [each for each in model.module.buffers() if each.dtype == model.dtype]
     own, dtype = [each.data for each in buffers], model.dtype
-    narrow: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
-
-    def widen(module: nn.Module, *_: object) -> None:
-        narrow[module] = dict(module._parameters)
-        for name, each in narrow[module].items():
-            if each is not None and each.dtype == dtype:
-                module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
-
-    def restore(module: nn.Module, *_: object) -> None:
-        module._parameters.update(narrow.pop(module, {}))
-
+    forwards: dict[nn.Module, Any] = {}  # methods of a module may call its forward as a function, which runs no hooks
     handles = []
-    products = [each for each in model.module.modules() if type(each) is nn.Linear]
     for module in model.module.modules():
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(lambda *call: call[-1].float(), prepend=True))
-        elif module._parameters and type(module) is not nn.Linear:
-            handles.append(module.register_forward_pre_hook(widen, prepend=True))
-            handles.append(module.register_forward_hook(restore))
+        elif type(module) is nn.Linear:
+            forwards[module] = partial(_by_slices, module)
+        elif module._parameters and "forward" not in module.__dict__:
+            forwards[module] = partial(_widened, module, dtype)
     try:
-        for product in products:
-            product.__dict__["forward"] = partial(_by_slices, product)
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
         for each in buffers:
             each.data = each.data.float()
         model.dtype = torch.float32
         yield
     finally:
         model.dtype = dtype
-        for product in products:
-            product.__dict__.pop("forward", None)
+        for module in forwards:
+            module.__dict__.pop("forward", None)
         for handle in handles:
             handle.remove()
-        for module in list(narrow):
-            restore(module)
         for each, data in zip(buffers, own, strict=True):
             each.data = data
+
+
+def _widened(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with its weights of this type in float32."""
+    narrow = dict(module._parameters)
+    for name, each in narrow.items():
+        if each is not None and each.dtype == dtype:
+            module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(narrow)
 
 
 def _by_slices(product: nn.Linear, x: torch.Tensor) -> torch.Tensor:

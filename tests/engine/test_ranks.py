@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import kernels
@@ -25,7 +26,7 @@ from engine.builder import build_engine
 from engine.engine import Engine
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache import KvCache
-from engine.loading import checkpoint, cut_check, model_loader, part_loader
+from engine.loading import checkpoint, cut_check, model_loader, part_loader, self_check
 from engine.loading.self_check import pack
 from engine.parallel import leader, rank_memory, rank_messages, weight_cut
 from engine.parallel.rank_group import RankGroup, group_memory
@@ -227,6 +228,32 @@ def test_the_cut_is_checked_in_bfloat16(tmp_path: Path) -> None:
     with engine_of(tmp_path, 2, dtype="bfloat16") as (engine, _):
         assert engine.model.dtype == torch.bfloat16
         assert greedy(engine)
+
+
+class Scales(nn.Module):
+    """Calls its forward as a function, as gemma3n does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 1.1, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.type_as(self.scale) * self.scale
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
+def test_a_rank_is_checked_in_float32_also_where_no_hook_runs() -> None:
+    """A weight of 16 bits among those in float32 rounds what it meets, and the two paths may round it unlike."""
+    module = Scales()
+    model: Any = SimpleNamespace(module=module, dtype=torch.bfloat16)
+    x, before = torch.rand(3), module.scale
+    with self_check._float32_in_turn(model):
+        assert torch.equal(module.scaled(x), x * before.float())
+        assert torch.equal(module(x), module.scaled(x))
+    assert module.scale is before
+    assert module.scaled(x).dtype == model.dtype == torch.bfloat16
 
 
 def test_a_tokens_bits_and_a_block_do_not_depend_on_company_nor_on_ranks(tiny: Path) -> None:
