@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from services.router.execution import completion_runner, request_timeline
+from services.router.execution.completion import Completion
 from services.router.execution.completion_runner import CompletionRunner
+from services.router.execution.detokenizer import Detokenizer
+from services.router.execution.output_reader import OutputReader
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
 from services.router.preprocess.request import build_request
@@ -20,10 +23,11 @@ from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
 from tandem.errors import WorkerLost
 from tandem.settings import Settings
-from tandem.v1 import generation_pb2
+from tandem.v1 import common_pb2, generation_pb2
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
+_ANYTHING: Any = SimpleNamespace()
 CALL_S = 1.0  # of one that is not answered
 
 
@@ -84,3 +88,19 @@ async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest
     """The control: another loss of the same worker counts at once."""
     calls, _ = await calls_until_given_up(monkeypatch, "DECODE_LOST", queue_timeout_s=10.0)
     assert calls == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"), [(True, common_pb2.FINISH_REASON_STOP), (False, None)], ids=["ended", "goes on"]
+)
+def test_a_stored_answer_is_complete_where_its_last_token_says_so(last: bool, reason: Any) -> None:
+    """Whatever the end tokens of other checkpoints are: a job may have been computed by a worker with others, and its
+    end not been stored with its last token."""
+    tokenizer, anything = Tokenizer(None, None), _ANYTHING
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, tokenizer, MODEL)
+    past = [generation_pb2.Delta(token_ids=[5, 6]), generation_pb2.Delta(token_ids=[7], last=last)]
+    reader = OutputReader(Detokenizer(tokenizer), request)
+    completion = Completion(request, RequestTimeline(0.0), reader, anything, anything, past)
+    assert completion.request.finish() == reason
+    assert request.tokens == [1, 2, 3, 5, 6, 7]

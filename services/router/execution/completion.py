@@ -40,6 +40,8 @@ class Completion:
         for delta in past:
             request.tokens.extend(delta.token_ids)
             reader.read(decode_pb2.Tokens(token_ids=delta.token_ids))
+        if past and past[-1].last and request.generated < request.max_tokens:
+            request.stopped = True  # also where its end token is of a worker with another checkpoint than is known here
 
     def admitted(self, admitted: decode_pb2.Admitted, worker_id: str) -> None:
         """A decode worker has admitted an attempt."""
