@@ -811,3 +811,23 @@ async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None
     scheduler = RequestScheduler(seen(records[0], records[2]), 5.0, RoutingConfig())
     alone = await once(scheduler, unsuited={("decode-0", "a"), ("prefill-0", "a")})
     assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)
+
+
+async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
+    """Its workers have room for it, and a longer stream waits for more of them: refused, it would be lost."""
+    mine, other = replace(RECORD, worker_id="decode-1", blocks_held=80), replace(RECORD, layout_hash="M", max_running=9)
+    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    begun: Any = {"begun": True, "begun_with": Begun("L")}
+
+    async def long() -> None:
+        async with scheduler.placed(700, 710, 0.3, **begun):
+            pytest.fail("it has no room")
+
+    waiting = asyncio.create_task(long())
+    await asyncio.sleep(0.05)
+    async with scheduler.placed(20, 30, 0.1, **begun) as placement:
+        assert placement.decode.worker_id == "decode-1"
+        assert scheduler.waiting() == 1
+    with pytest.raises(Busy, match="no place became free"):
+        await waiting
+    assert scheduler.waiting() == 0

@@ -230,6 +230,7 @@ class RequestScheduler:
                 await waiting.placed.wait()
         except TimeoutError as error:
             self._catch_up()
+            waiting.leaving = waiting.begun
             if waiting.placement is None and useful_s >= timeout_s and (placement := self._place(waiting, 0)):
                 self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
             if waiting.placement is None:
@@ -344,7 +345,7 @@ class RequestScheduler:
         about = waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached, waiting.unsuited
         found = self._workers.decodes.shortlist(*about)
         # Workers that somebody waits for aside take nobody else, or small requests would take all room as it comes.
-        return [worker for worker in found if (self._aside[worker.computes_with] or [waiting])[0] is waiting]
+        return [one for one in found if waiting.leaving or (self._aside[one.computes_with] or [waiting])[0] is waiting]
 
     def _prefills(
         self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
@@ -375,8 +376,7 @@ class RequestScheduler:
 
     def _catch_up(self) -> None:
         """Applies one slice of the view's news; all of them if `keep_up` is never called."""
-        for _ in islice(self._latest_news(), 1 if self._kept_up else None):
-            pass
+        deque(islice(self._latest_news(), 1 if self._kept_up else None), maxlen=0)
 
     def _latest_news(self) -> Iterator[None]:
         if self._newest is not self._view.workers:
