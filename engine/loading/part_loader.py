@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from engine.kernels import weight_quantization
 from engine.parallel.weight_cut import Cut, Part
 
 STACKED = 0  # the dimension of a parameter along which experts follow each other
@@ -183,9 +184,13 @@ def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedMode
                 module._parameters[own] = nn.Parameter(files.read(source).to(dtype), requires_grad=False)
 
         def empty(*_: Any, places: Any = places) -> None:
-            for module, own, _name in places:
-                module._parameters[own] = nn.Parameter(module._parameters[own].to("meta"), requires_grad=False)
+            """Leaves no weight, on the device where it was: models move ids to that of a table."""
+            for module, own, name in places:
+                like = loaded.get_parameter(name)
+                none = weight_quantization.nothing(module._parameters[own].shape, like.dtype, like.device)
+                module._parameters[own] = nn.Parameter(none, requires_grad=False)
 
+        empty()
         handles += [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
     try:
         yield shapes

@@ -66,6 +66,8 @@ class Cut:
             if id(whole) not in taken:
                 taken[id(whole)] = nn.Parameter(part.of(whole.data), requires_grad=False)
             module._parameters[own] = taken[id(whole)]
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None  # a place in the whole table; it means something for gradients alone
 
     def attach(self, model: PreTrainedModel) -> None:
         """Makes a model that has this rank's part meet the others in its forward."""

@@ -59,9 +59,11 @@ CUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "biases": ("tiny-llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "tied": ("tiny-qwen3", {"tie_word_embeddings": True}, 2),
+    "padding beyond a part": ("tiny-llama", {"pad_token_id": 300}, 2),
     "gemma2": ("tiny-gemma2", {}, 2),
     "qwen3-moe": ("tiny-qwen3-moe", {}, 2),
     "phi3": ("tiny-phi3", {}, 2),
+    "llama4": ("tiny-llama4-text", {}, 2),
     "deepseek-v3": ("tiny-deepseek-v3", {}, 2),
 }
 
@@ -348,6 +350,23 @@ def allowed(folder: Path, narrower: int = 1) -> int:
     """Bytes of a rank of two: a tenth more than its share of the files, whose weights take so many times what is
     served, and what does not grow with the model."""
     return int(1.1 * (folder / "model.safetensors").stat().st_size / 2 / narrower) + CONSTANT
+
+
+def test_no_row_of_a_part_is_the_padding_of_the_whole(tmp_path: Path) -> None:
+    """transformers fills the padding's row of a loaded youtu with zeros: of rank 1, another token has that place."""
+    config = AutoConfig.for_model(
+        "youtu", vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        head_dim=8, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+    auto.from_config(config).save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    shapes = model_loader._shapes(config, torch.float32)
+    files = part_loader.WeightFiles(checkpoint.check_folder(tmp_path), shapes)
+    group: Any = SimpleNamespace(rank=1, size=2)
+    module: Any = part_loader.load(shapes, files, weight_cut.cut(shapes, group), torch.float32)[0]
+    assert torch.equal(module.get_input_embeddings().weight, table[48:])
 
 
 @pytest.mark.parametrize("by_parts", [True, False])
