@@ -225,7 +225,7 @@ class Worker:
             waiting=len(scheduler.waiting),
             max_running=scheduler.max_running,
             blocks_total=pool.total,
-            blocks_held=pool.held,
+            blocks_held=min(pool.total, pool.held + self.engine.scheduler.owed),
             weights=model.weights,
             weight_bytes=self.weight_bytes,
             step_s=self.engine.pace.step_s,

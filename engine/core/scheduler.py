@@ -72,11 +72,16 @@ class Scheduler:
             sequence.num_uncomputed for sequence in (*self.waiting, *self.running) if sequence.num_uncomputed > 1
         )
 
+    @property
+    def owed(self) -> int:
+        """Blocks that preempted streams wait for. Safe on any thread, likewise."""
+        preempted = [sequence for sequence in tuple(self.waiting) if sequence.preemptions]
+        return sum(self.pool.blocks_for(len(sequence.tokens)) for sequence in preempted)
+
     def may_reserve(self, blocks: int) -> bool:
         """Whether a newcomer may have this many blocks: not those that preempted streams wait for, or newcomers that
         take blocks as they come free would keep a long stream waiting for as long as they come."""
-        owed = sum(self.pool.blocks_for(len(sequence.tokens)) for sequence in self.waiting)
-        return not owed or blocks + owed <= self.pool.available
+        return not self.owed or blocks + self.owed <= self.pool.available
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence. One that already owns blocks (its KV was transferred) runs at once."""
