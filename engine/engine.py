@@ -124,7 +124,7 @@ class Engine:
         reused = self.pool.take(sequence.id, hashes, blocks) if self.scheduler.may_reserve(blocks) else None
         if reused is None:
             self.drop(sequence.id)
-            raise Busy(f"{blocks} blocks of {self.pool.available} less {self.scheduler.owed} free ones", reason="NO_ROOM")
+            raise Busy(f"{blocks} blocks, {self.pool.available} less {self.scheduler.owed} free", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
