@@ -105,8 +105,10 @@ def transfers(ranks: int, repeats: int) -> None:
         print(f"KV from {source} to {sink} ranks: {rate:.1f} GB/s, {equal:.2f} of {source} to {source}")
 
 
-def seconds_of(engine: Engine, batch: Batch) -> float:
-    """Of one step of a few in a row. One before them: the other side's helper threads still spin then."""
+def seconds_of(engine: Engine, batch: Batch, ranks: int) -> float:
+    """Of one step of a few in a row. One before them: the other side's helper threads still spin then. The number of
+    threads is the process's, which has both sides: each gets its own."""
+    torch.set_num_threads(ranks // engine.model.size)
     engine.forward(batch)
     count = max(2, 32 // len(batch.token_ids))
     return taken(lambda: [engine.forward(batch) for _ in range(count)]) / count
@@ -114,7 +116,7 @@ def seconds_of(engine: Engine, batch: Batch) -> float:
 
 def show(what: str, engines: dict[str, Engine], batch: Batch, ranks: int, repeats: int) -> None:
     steps: dict[str, Callable[[], float]] = {
-        side: partial(seconds_of, engine, batch) for side, engine in engines.items()
+        side: partial(seconds_of, engine, batch, ranks) for side, engine in engines.items()
     }
     seconds = in_turn(steps, repeats)
     config = engines["one"].model.config.get_text_config()
