@@ -21,8 +21,8 @@ _NAME = re.compile(r"^tandem-(\d+)-(\d+)$")
 
 
 def create() -> Path:
-    """A new directory with mode 0700, after removing those whose process is gone. Raises PreconditionFailed where its
-    name is taken: it can be guessed, and whoever owns the directory could answer in place of the registry in it."""
+    """A new directory with mode 0700, after removing those whose process is gone. Raises PreconditionFailed if
+    another user owns the path: the name is predictable, and that user could serve a fake registry from it."""
     remove_stale()
     path = _parent() / f"tandem-{os.getpid()}-{int(psutil.Process().create_time())}"
     try:

@@ -117,14 +117,14 @@ class Engine:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
         wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
-        blocks = self.pool.blocks_for(wanted) + (self.state_blocks if arrives else 0)
-        hashes = sequence.reusable(self.pool.block_size)
+        blocks, hashes = self.pool.blocks_for(wanted), sequence.reusable(self.pool.block_size)
+        blocks += self.state_blocks if arrives else 0
         if self.states and not arrives:
             hashes = self.states.resume(sequence) or []
         reused = self.pool.take(sequence.id, hashes, blocks) if self.scheduler.may_reserve(blocks) else None
         if reused is None:
             self.drop(sequence.id)
-            raise Busy(f"{blocks} blocks, {self.pool.available} less {self.scheduler.owed} free", reason="NO_ROOM")
+            raise Busy(f"needs {blocks} blocks, {self.scheduler.reservable} are available", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:

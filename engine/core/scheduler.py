@@ -78,10 +78,15 @@ class Scheduler:
         preempted = [sequence for sequence in tuple(self.waiting) if sequence.preemptions]
         return sum(self.pool.blocks_for(len(sequence.tokens)) for sequence in preempted)
 
+    @property
+    def reservable(self) -> int:
+        """Blocks that are free or cached, less those that preempted streams wait for."""
+        return max(0, self.pool.available - self.owed)
+
     def may_reserve(self, blocks: int) -> bool:
-        """Whether a newcomer may have this many blocks: not those that preempted streams wait for, or newcomers that
-        take blocks as they come free would keep a long stream waiting for as long as they come."""
-        return not self.owed or blocks + self.owed <= self.pool.available
+        """Whether a newcomer may have this many blocks. It may not have those that preempted streams wait for:
+        newcomers would take each block as it comes free, and a long stream would never run again."""
+        return not self.owed or blocks <= self.reservable
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence. One that already owns blocks (its KV was transferred) runs at once."""

@@ -198,7 +198,7 @@ def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
 
 
 def _probe_index(mask: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """In the place of a sparse indexer: chooses one position for each token, which nobody looks at."""
+    """Stands in for a sparse indexer; returns one position per token, which the probe ignores."""
     if not isinstance(mask, IndexMask) or mask.reach != FullAttentionSpec():
         raise CheckpointRefused(f"a sparse indexer gets a mask that is not the causal one ({mask})")
     return _nothing_chosen(mask, hidden)

@@ -26,6 +26,7 @@ from engine.attention.forward_context import Batch, Step, running
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.loading.state_probe import ODD_ERRORS, Recorder, as_float, check_layers, inputs, watched
 from engine.runner.indexers import TOP_K, Indexer, Indexers, causal
+from engine.runner.mixers import named
 from tandem.errors import CheckpointRefused
 
 KNOWN_LAYERS = (DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer)
@@ -82,7 +83,7 @@ def standing_in(indexers: Indexers | None, forward: Any) -> Iterator[None]:
         for indexer in each:
 
             def answer(*args: Any, indexer: Indexer = indexer, **kwargs: Any) -> torch.Tensor:
-                given = indexer.named(*args, **kwargs)
+                given = named(indexer.module, *args, **kwargs)
                 answered: torch.Tensor = forward(given[indexer.mask], next(iter(given.values())))
                 return answered
 
@@ -104,7 +105,7 @@ def _found(model: PreTrainedModel, cache: _IndexRecorder) -> tuple[Indexers, lis
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is cache for value in (*args, *kwargs.values())):
-            calls[module] = Indexer("", module, "", "", 0).named(*args, **kwargs)
+            calls[module] = named(module, *args, **kwargs)
 
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()]
     try:

@@ -37,7 +37,7 @@ from engine.kernels import exact
 from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
-from engine.runner.mixers import Mixer, Mixers, PackedModule
+from engine.runner.mixers import Mixer, Mixers, named
 from engine.runner.recurrences import one_function, with_operators
 from tandem.errors import CheckpointRefused
 
@@ -163,9 +163,7 @@ def watched(model: PreTrainedModel, cache: Recorder) -> Iterator[dict[nn.Module,
         cache.inside.append(module)
         found = [name for name, value in kwargs.items() if value is cache]
         if any(value is cache for value in args):
-            found = [
-                name for name, value in PackedModule("", module, "").named(*args, **kwargs).items() if value is cache
-            ]
+            found = [name for name, value in named(module, *args, **kwargs).items() if value is cache]
         if found:
             arguments[module] = found[0]
 
@@ -241,7 +239,7 @@ def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str,
     calls: dict[str, dict[str, Any]] = {}
     hooks = [
         mixer.module.register_forward_pre_hook(
-            lambda _module, args, kwargs, mixer=mixer: calls.__setitem__(mixer.name, mixer.named(*args, **kwargs)),
+            lambda module, args, kwargs, name=mixer.name: calls.__setitem__(name, named(module, *args, **kwargs)),
             with_kwargs=True,
         )
         for mixer in mixers.each

@@ -26,7 +26,7 @@ from torch import nn
 
 from engine.attention.forward_context import Batch, Step, current_step
 from engine.attention.selection import NOTHING
-from engine.runner.mixers import PackedModule, pick
+from engine.runner.mixers import PackedModule, named, pick
 
 TOP_K = "index_topk"  # the attribute in which transformers' indexers have it
 
@@ -63,7 +63,7 @@ class Indexer(PackedModule):
         """Positions within its own sequence for each packed row, `[1, total, widest]`, filled up with NOTHING."""
         step = current_step()
         batch, total = step.batch, sum(step.batch.query_lens)
-        given = self.named(*args, **kwargs)
+        given = named(self.module, *args, **kwargs)
         of_tokens = {name: value for name, value in given.items() if name not in (self.argument, self.mask)}
         chosen = []
         for sequence, rows, context in _calls(batch):
@@ -96,7 +96,7 @@ class Indexers:
 
     @contextmanager
     def choosing(self, most: int) -> Iterator[None]:
-        """Inside, each chooses at most so many tokens, whether packed or not."""
+        """Lowers the top-k of every indexer to at most `most` within the block, on the packed path and on its own."""
         own = [getattr(indexer.module, TOP_K) for indexer in self.each]
         try:
             for indexer, top_k in zip(self.each, own, strict=True):

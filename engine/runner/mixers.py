@@ -13,7 +13,9 @@ it gets one token at a time.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -79,12 +81,28 @@ class SlotStates:
         return self._memory.get(key, self._slots)
 
 
-class PackedModule:
+def named(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of a module's forward by name, without those that transformers passes on for us."""
+    kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
+    signature = _signature(kind)
+    given = dict(signature.bind(module, *args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    given.pop(next(iter(signature.parameters)))  # self
+    return {name: value for name, value in given.items() if name not in OUR_KEYWORDS}
+
+
+@functools.cache
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+class PackedModule(ABC):
     """A module whose forward takes the rows of packed steps apart; `argument` of its own one takes the cache."""
 
     def __init__(self, name: str, module: nn.Module, argument: str) -> None:
         self.name, self.module, self.argument = name, module, argument
-        self._signature = inspect.signature(type(module).forward)
 
     def switch(self, on: bool) -> None:
         """Between packed steps and the module's own forward."""
@@ -93,18 +111,9 @@ class PackedModule:
         else:
             self.module.__dict__.pop("forward", None)
 
-    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of a call by name."""
-        given = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
-        for parameter in self._signature.parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                given |= given.pop(parameter.name, {})
-        given.pop(next(iter(self._signature.parameters)))  # self
-        return {name: value for name, value in given.items() if name not in OUR_KEYWORDS}
-
+    @abstractmethod
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward for the rows of the current step."""
-        raise NotImplementedError
 
 
 class Mixer(PackedModule):
@@ -120,7 +129,7 @@ class Mixer(PackedModule):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()
-        given = self.named(*args, **kwargs)
+        given = named(self.module, *args, **kwargs)
         batch, total = step.batch, sum(step.batch.query_lens)
         out: list[Any] = []
         single = False

@@ -2,15 +2,15 @@
 
     python -m loadtest.microbench.kv_source KIND BLOCK_BYTES BLOCKS RANKS
 
-Its memory is that of a worker of so many ranks. It prints `peer` and its description as JSON, with the address of its
-links.
+RANKS above 1 allocates the pages in shared memory, as a worker of several ranks does. It prints `peer` and its
+description as JSON, with the address of its links.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import mmap
+import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,10 +69,16 @@ def region_of(pages: npt.NDArray[np.uint8]) -> Region:
 
 
 def pages_of(ranks: int, block_bytes: int, blocks: int) -> npt.NDArray[np.uint8]:
-    """Memory for pages `[blocks, block_bytes]`: of several ranks it is shared between processes."""
+    """Memory for pages `[blocks, block_bytes]`; with several ranks it is a mapping that they would share."""
     if ranks == 1:
         return np.empty((blocks, block_bytes), dtype=np.uint8)
-    return np.frombuffer(mmap.mmap(-1, blocks * block_bytes), dtype=np.uint8).reshape(blocks, block_bytes)
+    from engine.parallel.rank_group import mapped, shared_file  # imports torch, which takes seconds
+
+    file = shared_file(blocks * block_bytes)
+    try:
+        return mapped(file, blocks * block_bytes).numpy().reshape(blocks, block_bytes)
+    finally:
+        os.close(file)
 
 
 def content(block_bytes: int, blocks: int) -> npt.NDArray[np.uint8]:

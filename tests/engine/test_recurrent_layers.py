@@ -26,6 +26,7 @@ from loadtest.harness.random_checkpoints import HYBRID
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
 from tandem.settings import Settings
 from tests.support import oracle
+from tests.support.engine_runs import asked_of, right, run
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -54,30 +55,6 @@ def engine_of(model: ModelRunner, *, blocks: int = 200, budget: int = 16) -> Eng
     return Engine(model, EngineConfig(num_blocks=blocks, block_size=SIZE, token_budget=budget, max_running=4))
 
 
-def sequences(folder: Path) -> list[Sequence]:
-    return [
-        Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=len(prompt), max_len=len(prompt) + NEW)
-        for number, prompt in enumerate(oracle.prompts(folder, list(LENGTHS)))
-    ]
-
-
-def run(engine: Engine, added: list[Sequence]) -> None:
-    """To their end; the books balance after every step."""
-    for sequence in added:
-        engine.add(sequence)
-    for _ in range(1000):
-        if not engine.scheduler.has_work:
-            break
-        engine.step()
-        assert engine.check(live=engine.sequences) == []
-    assert engine.pool.held == 0
-
-
-def right(folder: Path, sequence: Sequence) -> bool:
-    prompt = sequence.tokens[: sequence.prompt_len]
-    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, NEW)
-
-
 @pytest.mark.parametrize("family", HYBRID)
 def test_tokens_equal_transformers(
     family: str, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
@@ -86,7 +63,7 @@ def test_tokens_equal_transformers(
     folder, model = checkpoint(f"tiny-{family}"), loaded(family)
     engine = engine_of(model)
     for _ in range(2):
-        run(engine, added := sequences(folder))
+        run(engine, added := asked_of(folder, LENGTHS, NEW))
         assert all(right(folder, sequence) for sequence in added)
     assert self_check.run(model).gap < EXACT
     alone = family == "jamba" and kernels.serving(CPU) == kernels.REFERENCE
@@ -101,7 +78,7 @@ def test_preempted_sequences_begin_anew(
     folder = checkpoint(f"tiny-{family}")
     model = loaded(family)
     engine = engine_of(model, blocks=max(21, 13 + model.layout(SIZE).state_blocks))
-    run(engine, added := sequences(folder))
+    run(engine, added := asked_of(folder, LENGTHS, NEW))
     assert engine.scheduler.preemptions > 0
     assert all(right(folder, sequence) for sequence in added)
 
@@ -121,7 +98,7 @@ def test_a_failed_step_leaves_every_state_as_it_was(
 
     monkeypatch.setattr(ModelRunner, "by_modules", fails)
     engine = engine_of(model)
-    run(engine, added := sequences(folder))
+    run(engine, added := asked_of(folder, LENGTHS, NEW))
     assert engine.failures >= 3
     done = [sequence for sequence in added if len(sequence.tokens) == sequence.max_len]
     assert len(done) > 1, "the others ended with StepFailed, alone at fault"

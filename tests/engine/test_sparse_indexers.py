@@ -16,7 +16,6 @@ from engine import builder
 from engine.attention import paged
 from engine.core.engine_config import EngineConfig
 from engine.core.kv_layout import KvLayout
-from engine.core.sequence import Sequence
 from engine.engine import Engine
 from engine.kv.kv_converter import KvConverter
 from engine.loading import index_probe, model_loader, self_check
@@ -28,6 +27,7 @@ from tandem.errors import CheckpointRefused, SettingsError
 from tandem.settings import Settings
 from tests.engine.test_speculative import Oracle, speculation
 from tests.support import oracle
+from tests.support.engine_runs import asked, asked_of, right, run
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -65,31 +65,6 @@ def engine_of(model: ModelRunner, *, blocks: int = 200, size: int = SIZE, **more
     return Engine(model, EngineConfig(num_blocks=blocks, block_size=size, token_budget=16, max_running=4), **more)
 
 
-def asked(name: str, prompt: list[int]) -> Sequence:
-    return Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=len(prompt) + NEW)
-
-
-def several(folder: Path) -> list[Sequence]:
-    return [asked(f"s{number}", prompt) for number, prompt in enumerate(oracle.prompts(folder, list(LENGTHS)))]
-
-
-def run(engine: Engine, added: list[Sequence]) -> None:
-    """To their end; the books balance after every step."""
-    for sequence in added:
-        engine.add(sequence)
-    for _ in range(1000):
-        if not engine.scheduler.has_work:
-            break
-        engine.step()
-        assert engine.check(live=engine.sequences) == []
-    assert engine.pool.held == 0
-
-
-def right(folder: Path, sequence: Sequence) -> bool:
-    prompt = sequence.tokens[: sequence.prompt_len]
-    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, NEW)
-
-
 @pytest.mark.parametrize("family", SPARSE)
 def test_tokens_equal_transformers(family: str, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:
     """Four prompts in one engine, in chunks beside streams, over blocks that others had before; and the logits. Layers
@@ -100,7 +75,7 @@ def test_tokens_equal_transformers(family: str, checkpoint: Checkpoint, loaded: 
     assert all(fact.indexed for fact in model.facts)
     engine = engine_of(model, blocks=40)
     for _ in range(2):
-        run(engine, added := several(folder))
+        run(engine, added := asked_of(folder, LENGTHS, NEW))
         assert all(right(folder, sequence) for sequence in added)
     assert self_check.run(model).gap < EXACT
 
@@ -108,7 +83,7 @@ def test_tokens_equal_transformers(family: str, checkpoint: Checkpoint, loaded: 
 def test_a_long_prompt_is_scored_in_parts(folder: Path, model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the scores of a chunk take bounded memory: one to five rows at a time here."""
     monkeypatch.setattr(indexers, "SCORES", 40)
-    run(engine_of(model), added := several(folder))
+    run(engine_of(model), added := asked_of(folder, LENGTHS, NEW))
     assert all(right(folder, sequence) for sequence in added)
     assert self_check.run(model).gap < EXACT
 
@@ -124,7 +99,7 @@ def test_latents_are_expanded_for_one_sequence_at_a_time(
         return attend_dense(q, k, *others)
 
     monkeypatch.setattr(paged, "attend_dense", counted)
-    run(engine_of(model), added := several(folder))
+    run(engine_of(model), added := asked_of(folder, LENGTHS, NEW))
     assert all(right(folder, sequence) for sequence in added)
     assert set(sizes) == {1}
 
@@ -132,7 +107,7 @@ def test_latents_are_expanded_for_one_sequence_at_a_time(
 def test_preempted_sequences_compute_their_keys_again(folder: Path, model: ModelRunner) -> None:
     """Blocks for two at a time."""
     engine = engine_of(model, blocks=19)
-    run(engine, added := several(folder))
+    run(engine, added := asked_of(folder, LENGTHS, NEW))
     assert engine.scheduler.preemptions > 0
     assert all(right(folder, sequence) for sequence in added)
 
@@ -144,8 +119,8 @@ def test_a_cached_beginning_brings_its_keys(
     """All full blocks of a prompt that begins like an earlier one."""
     folder, engine = checkpoint(f"tiny-{family}"), engine_of(loaded(family))
     first, other = oracle.prompts(folder, [61, 9])
-    run(engine, [asked("first", first)])
-    run(engine, [second := asked("second", first[:45] + other)])
+    run(engine, [asked("first", first, NEW)])
+    run(engine, [second := asked("second", first[:45] + other, NEW)])
     assert second.cached == 44
     assert right(folder, second)
 
@@ -155,7 +130,7 @@ def test_drafts_that_are_rejected_leave_no_key(folder: Path, model: ModelRunner)
     prompts = oracle.prompts(folder, list(LENGTHS))
     drafts = Oracle([prompt + oracle.greedy(folder, prompt, NEW) for prompt in prompts], wrong=0.3)
     engine = engine_of(model, speculation=speculation(drafts))
-    run(engine, added := several(folder))
+    run(engine, added := asked_of(folder, LENGTHS, NEW))
     assert all(right(folder, sequence) for sequence in added)
     drafted, accepted = (sum(getattr(each, name) for each in added) for name in ("drafted", "accepted"))
     assert drafted > accepted > 0

@@ -12,6 +12,7 @@ import grpc
 import openai
 import pytest
 
+from engine.core.scheduler import Scheduler
 from services.decode.servicer import DecodeServicer
 from services.router.execution import poison_requests
 from services.router.routing import request_scheduler
@@ -302,3 +303,14 @@ async def test_what_no_priority_or_objective_can_be_is_refused_by_name(inside: A
             assert refused.value.field == field
         done = await cluster.client.generate(prompt, max_tokens=1, priority=-1000, ttft_slo=60.0)
         assert len(done.token_ids) == 1
+
+
+async def test_a_record_counts_blocks_that_preempted_streams_wait_for_as_held(
+    inside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newcomers cannot reserve them, so no router should try; and never more than the pool has."""
+    async with inside() as cluster:
+        worker = cluster.workers["decode-0"]
+        for owed in (0, 7, 10_000):
+            monkeypatch.setattr(Scheduler, "owed", owed)
+            assert worker.record().blocks_held == min(worker.engine.pool.held + owed, worker.engine.pool.total)

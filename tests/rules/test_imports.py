@@ -93,7 +93,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loadtest.loadgen": {"loadtest.loadgen", "loadtest.harness", "tandem"},
     "loadtest.microbench": {"loadtest.microbench", "loadtest.loadgen", "loadtest.harness", *MEASURED},
-    "loadtest.microbench.kv_source": {"kvtransfer", "tandem", "services.grpc_server", "services.kv_links"},
+    "loadtest.microbench.kv_source": {
+        *("kvtransfer", "tandem", "services.grpc_server", "services.kv_links", "engine.parallel.rank_group"),
+    },
     "loadtest.scenarios": {"loadtest.scenarios", "loadtest.loadgen", "loadtest.harness", *MEASURED, *STARTED},
     "loadtest.scenarios.scale_registry": {
         *("loadtest.harness", "tandem", "cluster.state.job_journal", "cluster.state.registry"),

@@ -100,7 +100,7 @@ class BodyReader:
         self.bodies = Bodies(max(MAX_TENANT_BODY_BYTES, most), max(BODY_BYTES_PER_S, 4 * most / BODY_TIMEOUT_S))
 
     def check_together(self, request: Request, requests: int) -> None:
-        """Raises TooLarge for so many requests in one, if the tenant may never have them."""
+        """Raises TooLarge if one HTTP request has more requests than its tenant may ever have in progress."""
         self._rate_limits.check_together(self._rate_limits.who(request.headers.get("authorization")), requests)
 
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:

@@ -45,7 +45,7 @@ class Request:
     adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal, or is to choose them
     tenant: str = ""  # the owner of its key
     kv_holder: str = ""  # the decode worker that has the prompt's KV already
-    unsuited: set[tuple[str, str]] = field(default_factory=set)  # incarnations of workers that lack its adapter
+    unsuited: set[tuple[str, str]] = field(default_factory=set)  # incarnations that refused it and serve others
     priority: int = 0  # the smaller, the more urgent
     ttft_s: float | None = None  # a first token later than this is useless to the client
     notes: list[str] = field(default_factory=list)

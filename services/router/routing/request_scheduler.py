@@ -299,6 +299,9 @@ class RequestScheduler:
 
     def _forget(self, waiting: WaitingRequest) -> None:
         self._queue.remove(waiting)
+        self._leave_aside(waiting)
+
+    def _leave_aside(self, waiting: WaitingRequest) -> None:
         if waiting.begun_with and waiting in (line := self._aside[waiting.begun_with.computes_with]):
             line.remove(waiting)
 
@@ -358,7 +361,7 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
-        self._forget(waiting)
+        self._leave_aside(waiting)
         self._queue.place(waiting)
         if self._queue:
             self._places.append(monotonic())

@@ -66,7 +66,7 @@ class RateLimits:
             tenant.running -= requests
 
     def check_together(self, key: ApiKey, requests: int) -> None:
-        """Raises TooLarge for so many requests at once, if the tenant may never have them."""
+        """Raises TooLarge if `requests` are more than the tenant may ever have in progress."""
         _check_count(key, requests)
 
     def check_job(self, key: ApiKey, prompt_tokens: int) -> None:
