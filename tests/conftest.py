@@ -90,6 +90,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread for torch. Two, beside other tests, cost a tiny model up to seven times the processor time, and a test
+    that builds an engine leaves that engine's number to the tests after it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights of tiny models do not belong into somebody's cache folder; child processes inherit this."""

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, made once per test session, and one thread: the suite must be quick on one core."""
+"""Tiny checkpoints, made once per test session."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from loadtest.harness.random_checkpoints import make_checkpoint
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
