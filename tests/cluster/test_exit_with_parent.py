@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 
 from cluster.exit_with_parent import bound_to_parent
+from tests.support.waiting import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
@@ -41,10 +41,7 @@ def test_it_is_killed_when_its_parent_is() -> None:
     bound, free = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
     parent.kill()
     parent.wait(30)
-    until = time.monotonic() + 10
-    while bound.is_running() and bound.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not bound.is_running() or bound.status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not bound.is_running() or bound.status() == psutil.STATUS_ZOMBIE, 10)
     assert free.is_running()
     free.kill()
 

@@ -24,6 +24,7 @@ from tests.deploy.chart import NAME, ROOT, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
 from tests.support.harness import Process
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(100, 140))
 Start = Callable[[str, str], Pod]
@@ -110,7 +111,8 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
         with Load(client, expected) as load:
             tester = start("test", "0")  # helm test
             second.wait_ready()  # scaled up
-            assert states(client) == dict.fromkeys(["decode-a", "prefill-a", "prefill-b", "router-a"], "ready")
+            ready = dict.fromkeys(["decode-a", "prefill-a", "prefill-b", "router-a"], "ready")
+            wait_until(lambda: states(client) == ready, explain=lambda: states(client))
             first.terminate()  # scaled down
             assert first.ended() == 0
             before = load.done

@@ -7,7 +7,6 @@ import secrets
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,12 +21,15 @@ from tests.deploy import kuberay
 from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(100, 140))
 SOON_S = 120.0
 JOINED = "Ray runtime started"
 STARTS = 3
 STREAMS = 4  # two on each of two workers
+# A worker that drains, and one that has ended, of which the router has not heard yet: nothing was computed there.
+NOT_TAKEN = ("is draining; place the request elsewhere", "Connection refused")
 VALUES = example("laptop") | {"orchestrator": "ray"}
 EITHER = VALUES | {"ray": {"switch_roles": True}}
 Start = Callable[..., Pod]
@@ -80,7 +82,7 @@ def node(start: Start, *about: str, **more: Any) -> Pod:
     the agents of a raylet 15 s to start (ray-project/ray, issue 65983), which take 8 s of a Zen 3 beside one worker."""
     for _ in range(STARTS):
         pod = start(*about, **more)
-        until(lambda said=pod.process: JOINED in said.text() or said.popen.poll() is not None)
+        wait_until(lambda said=pod.process: JOINED in said.text() or said.popen.poll() is not None, SOON_S)
         if pod.process.popen.poll() is None:
             break
     assert JOINED in pod.process.text(), pod.process.text()
@@ -109,17 +111,10 @@ def said(folder: Path) -> str:
     )
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @contextmanager
 def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]]:
     """Streams inside the block, which begins when each worker has some: why this worker's attempt of one that has ended
-    was not its last, other than that it drained and took it no more. Fails if a stream does, or has other tokens."""
+    was not its last, other than that it took it no more. Fails if a stream does, or has other tokens."""
     again: list[str] = []
     ended, stop = threading.Semaphore(0), threading.Event()
 
@@ -130,7 +125,7 @@ def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]
             assert answer.token_ids == expected
             ended.release()
             notes = [note for note in answer.receipt.notes if note.startswith("attempt ") and f" {worker}" in note]
-            again.extend(note for note in notes if not note.endswith("is draining; place the request elsewhere"))
+            again.extend(note for note in notes if not note.endswith(NOT_TAKEN))
 
     with ThreadPoolExecutor(STREAMS) as pool:
         running = [pool.submit(run) for _ in range(STREAMS)]
@@ -145,17 +140,12 @@ def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]
 
 def when(client: Client, wanted: dict[str, str]) -> None:
     """Returns when the workers and their hosts are these."""
-    deadline = time.monotonic() + SOON_S
-    while True:
-        found = {
-            one.worker_id: one.address.rpartition(":")[0] for one in client.workers().workers if one.state == "ready"
-        }
-        found.pop("router", None)
-        found = {name: host for name, host in found.items() if not name.startswith("router")}
-        if found == wanted:
-            return
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+
+    def found() -> dict[str, str]:
+        workers = [one for one in client.workers().workers if one.state == "ready" and one.role != "router"]
+        return {one.worker_id: one.address.rpartition(":")[0] for one in workers}
+
+    wait_until(lambda: found() == wanted, SOON_S, found)
 
 
 @pytest.mark.timeout(400)
@@ -215,7 +205,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers | {"decode-2": lost.ip})
         with load(client, expected, "decode-2") as again:
             end(lost)
-            until(lambda: bool(again))
+            wait_until(lambda: bool(again), SOON_S)
         driver.terminate()
         assert driver.process.popen.wait(SOON_S) == 0
         when(client, workers)  # the end of the driver ends nothing

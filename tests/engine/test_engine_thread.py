@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +25,7 @@ from engine.engine_thread import (
     SequenceStream,
 )
 from tandem.errors import StepFailed, Unavailable
+from tests.support.waiting import until
 
 # The parts of an engine that the loop reads.
 NO_MASKS = SimpleNamespace(waits=0)
@@ -79,13 +78,6 @@ async def test_what_goes_wrong_while_it_is_built_reaches_who_waits_for_it() -> N
     assert not loop._thread.is_alive()
 
 
-def wait_until(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.001)
-    return holds()
-
-
 async def test_whoever_waits_for_an_engine_that_hangs_can_be_told() -> None:
     """The current call, the queued ones and later ones fail; an answer that still comes is dropped."""
     loop = EngineThread(lambda: IDLE)
@@ -115,7 +107,7 @@ async def test_a_loop_without_work_has_nothing_under_way() -> None:
     loop = EngineThread(lambda: IDLE)
     await loop.built()
     await loop.call(lambda: None)
-    assert await asyncio.to_thread(wait_until, lambda: loop.under_way is None)
+    await until(lambda: loop.under_way is None, 5)
     loop.stop()
 
 

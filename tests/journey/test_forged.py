@@ -13,8 +13,8 @@ from cluster.state.registry import State
 from kvtransfer.sender import Sender, Ticket
 from services.prefill.servicer import PrefillServicer
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
-from tests.journey.test_requests import until
 from tests.support import oracle
+from tests.support.waiting import until
 
 GREEDY = sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
 

@@ -25,11 +25,11 @@ from tandem.grpc_errors import from_rpc
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from tests.journey.conftest import all_transports, both_transports
 from tests.journey.test_forged import prefill
-from tests.journey.test_requests import until
 from tests.support import oracle
 from tests.support.faults import Harm, forget_cached, hold_until, only_first
 from tests.support.memory import block_view
 from tests.support.muxed import open_mux
+from tests.support.waiting import until
 
 NEW = 16
 

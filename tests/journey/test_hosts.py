@@ -7,7 +7,6 @@ host's, whatever becomes of a host in the middle.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from loadtest.scenarios.hosts.namespaces import forbidden
 from loadtest.scenarios.hosts.ray_hosts import RayHosts, Stream
 from tests.support import oracle
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(bool(forbidden()), reason=forbidden()),
@@ -86,15 +86,16 @@ def strike(streams: list[Stream], fault: Callable[[], None]) -> None:
 
 def balanced(cluster: RayHosts, workers: set[str]) -> None:
     """Once exactly these workers are there, every ledger adds up, and nothing is held."""
-    deadline = time.monotonic() + END_S
-    while True:
+    audit = cluster.clients.ask("audit")
+
+    def holds() -> bool:
+        nonlocal audit
         audit = cluster.clients.ask("audit")
         ledgers = audit["answer"]["ledgers"]
         there = {ledger["worker_id"] for ledger in ledgers}
-        if audit["balanced"] and there == workers and not any(ledger["held"] for ledger in ledgers):
-            return
-        assert time.monotonic() < deadline, audit
-        time.sleep(0.2)
+        return audit["balanced"] and there == workers and not any(ledger["held"] for ledger in ledgers)
+
+    wait_until(holds, END_S, lambda: audit)
 
 
 def test_the_tokens_are_one_hosts_and_each_worker_is_where_the_page_says(cluster: RayHosts) -> None:

@@ -38,6 +38,7 @@ from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 from tests.support import oracle
 from tests.support.calls import forced_call, with_template
 from tests.support.faults import slow_down
+from tests.support.waiting import until
 
 NEW = 48
 
@@ -51,14 +52,6 @@ async def ended(client: AsyncClient, job_id: str) -> Any:
         while True:
             if (job := await client.job(job_id)).state != "open":
                 return job
-            await asyncio.sleep(0.02)
-
-
-async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
-        while True:
-            if holds():
-                return
             await asyncio.sleep(0.02)
 
 

@@ -13,6 +13,7 @@ import pytest
 from tandem.async_client import AsyncClient
 from tests.support import oracle
 from tests.support.harness import LocalCluster
+from tests.support.waiting import wait_until
 
 STREAMS = 16
 SHORT = 4  # of them with a prompt that is computed before the others
@@ -40,7 +41,7 @@ def ids(pieces: list[Any]) -> list[int]:
     return [token for piece in pieces for token in piece.token_ids]
 
 
-async def until(when: Any, pieces: list[list[Any]], running: asyncio.Task[None]) -> None:
+async def reached(when: Any, pieces: list[list[Any]], running: asyncio.Task[None]) -> None:
     async with asyncio.timeout(60):
         while not when(pieces):
             await asyncio.sleep(0.002)
@@ -56,7 +57,7 @@ async def disturbed(
     client = AsyncClient(cluster.target)
     pieces: list[list[Any]] = [[] for _ in prompts]
     running = asyncio.create_task(run_all(client, prompts, pieces, new))
-    await until(when, pieces, running)
+    await reached(when, pieces, running)
     await asyncio.to_thread(cluster.kill, victim)
     await asyncio.to_thread(cluster.start_worker, victim)
     await running
@@ -126,7 +127,7 @@ async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
         cluster.launch("prefill-0", step_s=0.05)  # 600 steps: 30 s of prefill, which the kill cuts short
         cluster.start_worker("decode-0")
         cluster.wait_ready("prefill-0")
-        cluster.wait_until(lambda: len(cluster.ready()) == 2, "both back")
+        wait_until(lambda: len(cluster.ready()) == 2, explain=cluster.ready)
         # The second token of a stream comes from the decode worker: its handoff is over.
         pieces = await disturbed(cluster, prompts, "prefill-0", lambda p: all(len(ids(one)) >= 2 for one in p[:SHORT]))
         assert [ids(one) for one in pieces] == expected
@@ -163,7 +164,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
         running = asyncio.create_task(run_all(client, prompts, pieces, LONG))
-        await until(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
+        await reached(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
         victim, start = cluster.processes["decode-0"], time.monotonic()
         if gone == "drained":
             drained = await client.drain("decode-0", grace=0.01)
@@ -172,7 +173,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         else:
             victim.signal(signal.SIGSTOP)
         before = [len(ids(one)) for one in pieces]
-        await until(
+        await reached(
             lambda p: all(len(ids(one)) > had or had == LONG for one, had in zip(p, before, strict=True)),
             pieces,
             running,
@@ -185,7 +186,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         assert moved
         assert all(names(receipt, "decode-0") for receipt in moved), [list(receipt.notes) for receipt in moved]
         victim.kill()
-        cluster.wait_until(lambda: not cluster.audit_faults(), "balanced", explain=cluster.audit_faults)
+        wait_until(lambda: not cluster.audit_faults(), explain=cluster.audit_faults)
 
 
 async def test_a_worker_that_cannot_be_reached_costs_no_attempt(tiny: Path) -> None:

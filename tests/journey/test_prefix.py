@@ -10,8 +10,8 @@ import pytest
 
 import services.kv_events
 from services.router.routing.prefix_index import PrefixIndex, Prompt
-from tests.journey.test_requests import until
 from tests.support import oracle
+from tests.support.waiting import until
 
 NEW = 8
 

@@ -24,13 +24,13 @@ from services.router.routing.prefix_index import BlockIndex
 from tandem.async_client import AsyncClient
 from tests.journey.test_handoff import harming, reuse_at_source
 from tests.journey.test_jobs import read
-from tests.journey.test_kill import ids, until
+from tests.journey.test_kill import ids, reached
 from tests.journey.test_prefix import known
-from tests.journey.test_requests import until as until_known
 from tests.support import oracle
 from tests.support.faults import Harm
 from tests.support.harness import LocalCluster
 from tests.support.memory import block_view
+from tests.support.waiting import until
 
 NEW = 16
 SETTINGS: dict[str, Any] = {"transport": "nixl", "dtype": "float32"}
@@ -105,10 +105,10 @@ async def test_the_router_expects_what_a_worker_can_resume(
     async with inside(model=str(folder), prefill=0, **SETTINGS) as cluster:
         answer = await cluster.client.generate(prompt, max_tokens=10, ignore_eos=True)
         again = prompt + answer.token_ids
-        await until_known(lambda: known(cluster, "decode-0", again) == 48, 5, lambda: "the router did not hear of it")
+        await until(lambda: known(cluster, "decode-0", again) == 48, 5, lambda: "the router did not hear of it")
         with monkeypatch.context() as patch:
             patch.setattr(BlockIndex, "_resumable", BlockIndex._leading)
-            await until_known(lambda: known(cluster, "decode-0", again) == 56, 5, lambda: "no control")
+            await until(lambda: known(cluster, "decode-0", again) == 56, 5, lambda: "no control")
         done = await ask(cluster, again)
         assert (done.receipt.cached_tokens, done.receipt.unresumed_tokens) == (48, 8)
         assert done.token_ids == oracle.greedy(folder, again, NEW)
@@ -281,7 +281,7 @@ async def test_either_worker_dies_mid_stream(folder: Path) -> None:
                     pieces[index].append(piece)
 
             running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
-            await until(when, pieces, running)
+            await reached(when, pieces, running)
             await asyncio.to_thread(cluster.kill, victim)
             await asyncio.to_thread(cluster.start_worker, victim)
             await running

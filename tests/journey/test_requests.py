@@ -19,16 +19,9 @@ from tests.support import oracle
 from tests.support.faults import Harm, hold_until
 from tests.support.muxed import decoded
 from tests.support.stopwatch import Stopwatch
+from tests.support.waiting import until
 
 NEW = 16
-
-
-async def until(condition: Any, within_s: float, what: Any) -> None:
-    """Until the condition holds, looked at between other tasks."""
-    watch = Stopwatch()
-    while not condition():
-        assert watch.within(within_s), f"not within {within_s} s: {what()}"
-        await asyncio.sleep(0.005)
 
 
 def nothing_held(cluster: Any) -> bool:

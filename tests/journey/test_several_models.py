@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequest, NotFound, Unavailable
 from tandem.settings import Settings
 from tests.support import oracle
 from tests.support.faults import slow_down
-from tests.support.stopwatch import Stopwatch
+from tests.support.waiting import until
 
 NEW = 12
 
@@ -32,13 +32,6 @@ def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 def of(models: dict[str, Path], **settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"model": str(folder), **settings.get(name, {})} for name, folder in models.items()}
-
-
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    watch = Stopwatch()
-    while not holds():
-        assert watch.within(within_s)
-        await asyncio.sleep(0.01)
 
 
 async def batch_of(http: httpx2.AsyncClient, bodies: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from services.prefill.servicer import PrefillServicer
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
 from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
 from tests.journey.conftest import all_transports, both_transports
-from tests.journey.test_requests import until
 from tests.support import oracle
 from tests.support.faults import Harm
 from tests.support.stopwatch import Stopwatch
+from tests.support.waiting import until
 
 NEW = 12
 STALL_S = 0.5  # after which these transports report a silent peer

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,20 +30,12 @@ from tandem.client import Client
 from tandem.cluster_results import Worker
 from tests.support import oracle
 from tests.support.harness import Process
+from tests.support.waiting import wait_until
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 pytestmark = pytest.mark.timeout(180)
 CPU = torch.device("cpu")
 T = TypeVar("T")
-
-
-def wait_until(condition: Callable[[], T], what: str, timeout_s: float) -> T:
-    """Until it says something that is true: that."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-    return found
 
 
 def free_port() -> int:
@@ -86,7 +77,7 @@ class Up:
         return list(self._known)
 
     def assert_nothing_left(self, within_s: float) -> None:
-        wait_until(lambda: not self.marked(), f"every process ended: {self.marked()}", within_s)
+        wait_until(lambda: not self.marked(), within_s, self.marked)
         assert set(os.listdir("/dev/shm")) <= self.segments
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port must be free"
@@ -185,7 +176,7 @@ def decode_worker(client: Client, but: str = "") -> Worker:
         lives = [one for one in client.workers() if one.worker_id == "decode-0" and one.state == "ready"]
         return [one for one in lives if one.incarnation != but]
 
-    return wait_until(serving, "decode-0 serves", 60)[0]
+    return wait_until(serving, 60)[0]
 
 
 def killed_in_stream(client: Client, prompt: list[int], expected: list[int]) -> bool:
@@ -236,7 +227,7 @@ def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: 
         try:
             for wanted in (2, 1):
                 assert cluster.tandem("scale", f"prefill={wanted}").returncode == 0
-                wait_until(partial(prefills_are, client, wanted), f"{wanted} prefill workers", 60)
+                wait_until(partial(prefills_are, client, wanted), 60)
         finally:
             stop.set()
             for one in loads:
@@ -297,7 +288,7 @@ def test_a_killed_router_ends_its_own_streams_and_no_others(cluster: Up, tiny: P
         assert again.ids == expected[:8]
     with Client(cluster.target) as client:
         assert [token for piece in client.watch(job.job_id) for token in piece.token_ids] == expected
-        wait_until(lambda: client.audit().balanced, "nothing stays held for who was cut off", 10)
+        wait_until(lambda: client.audit().balanced, 10, client.audit)
 
 
 def test_sigterm_drains_and_leaves_nothing(cluster: Up) -> None:

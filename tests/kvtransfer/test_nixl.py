@@ -22,6 +22,7 @@ from kvtransfer.types import ReadyBlock, Region, Ticket
 from tandem.errors import InternalError, TransferFailed, Unavailable, WorkerLost
 from tests.kvtransfer.conftest import LAYOUT
 from tests.support.stopwatch import Stopwatch
+from tests.support.waiting import until
 
 MIB = 1 << 20
 TCP = {"UCX_TLS": "tcp"}
@@ -43,10 +44,7 @@ def segments():
 
 async def in_flight(transport):
     """Returns when a read over an asynchronous transport has been posted."""
-    end = time.monotonic() + 10
-    while not any(remote.in_flight for remote in transport._owner.reads.remotes.values()):
-        assert time.monotonic() < end
-        await asyncio.sleep(0.001)
+    await until(lambda: any(remote.in_flight for remote in transport._owner.reads.remotes.values()), 10)
 
 
 async def test_link_names_each_transport(nixl_source, worker, pages):

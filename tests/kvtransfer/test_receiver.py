@@ -17,6 +17,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.types import Offer, ReadyBlock, Ticket, digest, digests
 from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TransferFailed, WorkerLost
 from tests.support.memory import block_view
+from tests.support.waiting import until
 
 COUNT = 8
 CONTEXTS = {index: f"chain {index}".encode() for index in range(COUNT)}
@@ -102,10 +103,7 @@ async def test_blocks_move_while_the_source_still_fills_later_ones(worker, sink,
             assert not sink.array[HERE[index]].any()
             source.fill(THERE[index], THERE[index])
             await receiver.add([ready(index)])
-            end = time.monotonic() + 10
-            while not (sink.array[HERE[index]] == expected(THERE[index], 4096)).all():
-                assert time.monotonic() < end
-                await asyncio.sleep(0.001)
+            await until(lambda at=index: (sink.array[HERE[at]] == expected(THERE[at], 4096)).all(), 10)
         assert (await receiver.finish()).blocks == COUNT
 
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from loadtest.microbench import hop
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,10 +73,7 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
             ratio = row["ratio"]
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"] < float("inf"), row
             assert ratio["count"] > 1, row
-    deadline = time.monotonic() + 30
-    while left_behind(folder) and time.monotonic() < deadline:  # the process that is copied ends when it notices
-        time.sleep(0.05)
-    assert left_behind(folder) == []
+    wait_until(lambda: not left_behind(folder), 30, lambda: left_behind(folder))  # what is copied ends when it notices
 
 
 def test_a_stream_that_came_in_one_message_has_a_time_per_token() -> None:

@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from loadtest.comparison.sdk_scripts import report
 from loadtest.comparison.sdk_server import Target
 from loadtest.comparison.sdks import Check
 from tandem.errors import SettingsError
+from tests.support.waiting import wait_until
 
 TARGET = Target("http://127.0.0.1:1", "http://127.0.0.1:2", "key", "demo", "/nowhere", sys.executable)
 GOOD = json.dumps({"check": "chat", "ok": True, "detail": "Hello"})
@@ -90,10 +90,8 @@ def test_a_script_that_does_not_end_is_ended_with_all_that_it_started(
     assert (good.ok, last.ok, last.detail) == (True, False, "not at its end after 1.0 s")
     child = int((tmp_path / "child").read_text())
     with suppress(psutil.NoSuchProcess):  # whoever adopted it may have read its end already
-        adopted, until = psutil.Process(child), monotonic() + 10.0
-        while adopted.status() != psutil.STATUS_ZOMBIE:  # a signal takes a moment
-            assert monotonic() < until
-            sleep(0.005)
+        adopted = psutil.Process(child)
+        wait_until(lambda: adopted.status() == psutil.STATUS_ZOMBIE, 10)  # a signal takes a moment
 
 
 @pytest.mark.parametrize("name", list(CLIENTS))

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, Queue
@@ -21,6 +21,7 @@ from queue import Empty, Queue
 from cluster.state.embedded_valkey import EmbeddedValkey
 from tandem.client import Client
 from tests.support.copies import Copy
+from tests.support.waiting import wait_until
 
 START_TIMEOUT_S = 90.0
 
@@ -107,7 +108,7 @@ class LocalCluster:
                 self.launch(name)
             for name in names:
                 self.wait_ready(name)
-            self.wait_until(lambda: len(self.ready()) == len(self._first), "all workers ready")
+            wait_until(lambda: len(self.ready()) == len(self._first), explain=self.ready)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -172,21 +173,8 @@ class LocalCluster:
     def wait_balanced(self, timeout_s: float = 30.0) -> float:
         """Seconds until no block is held anywhere."""
         start = time.monotonic()
-        self.wait_until(lambda: not self.audit_faults(), "every block free or cached", timeout_s, self.audit_faults)
+        wait_until(lambda: not self.audit_faults(), timeout_s, self.audit_faults)
         return time.monotonic() - start
-
-    def wait_until(
-        self,
-        condition: Callable[[], bool],
-        what: str,
-        timeout_s: float = 30.0,
-        explain: Callable[[], object] = lambda: "",
-    ) -> None:
-        """Polls from outside, as an operator would; the processes offer no event across their borders."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what} {explain()}"
-            time.sleep(0.02)
 
     def _admin(self) -> Client:
         if not self._clients:
