@@ -111,6 +111,13 @@ def said(folder: Path) -> str:
     )
 
 
+def started(folder: Path, worker: str) -> int:
+    """How often a supervisor has said that this worker serves. A router hears of it earlier."""
+    logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
+    lines = [line for text in logs for line in text.splitlines() if "supervisor.worker" in line and worker in line]
+    return sum("ready" in line for line in lines)
+
+
 @contextmanager
 def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]]:
     """Streams inside the block, which begins when each worker has some: why this worker's attempt of one that has ended
@@ -178,7 +185,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         client.scale(decode=2)
         nodes["decode-1"] = node(start, "decode", "1")
         when(client, workers | {"decode-1": nodes["decode-1"].ip})
-        before = {one.worker_id: one.incarnation for one in client.workers().workers}
+        incarnations = {one.worker_id: one.incarnation for one in client.workers().workers}
         tokens: list[int] = []
         head_lost = threading.Event()
         for piece in client.stream(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S):
@@ -193,7 +200,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         driver = start("head", container="driver")
         driver.process.wait_for("ready")
         after = {one.worker_id: one.incarnation for one in client.workers().workers}
-        assert after == before
+        assert after == incarnations
         leaves = nodes["decode-1"]
         with load(client, expected, "decode-1") as again:
             hook = leaves.delete()
@@ -211,8 +218,10 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers)  # the end of the driver ends nothing
         driver = start("head", container="driver", of=EITHER)
         driver.process.wait_for("ready")
+        before = started(folder, "decode-1")
         either = node(start, "decode", "3", of=EITHER)
         when(client, workers | {"decode-1": either.ip})
+        wait_until(lambda: started(folder, "decode-1") > before, SOON_S)  # else its start is not over
         process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
         client.scale(prefill=2, decode=1)
         when(client, workers | {"prefill-1": either.ip})
