@@ -13,7 +13,6 @@ from pydantic_settings import SettingsError as Unreadable
 
 from tandem.errors import SettingsError
 
-Role = Literal["router", "decode", "prefill"]
 STRETCH_WITH_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
 # Output tokens for which a decode worker reserves blocks with a prompt, so that a new stream is not preempted at once.
 RESERVED_OUTPUT_TOKENS = 64

@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig
 from tandem.errors import CheckpointRefused, SettingsError
 from tandem.settings import Settings
 
-MAX_RANKS = 16
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
 SPLIT = frozenset({"rowwise_split_input", "rowwise_rep"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})

@@ -9,9 +9,9 @@ from services.router.preprocess.json_limits import wrong
 
 MAX_FIELDS = 16
 MAX_HEAD_BYTES = 8 * 1024  # of the headers of one field
-MAX_BOUNDARY = 70  # characters (RFC 2046, 5.1.1)
 MAX_FRAMING_BYTES = 64 * 1024  # of a form beside the file in it
 
+# A boundary has at most 70 characters (RFC 2046, 5.1.1).
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.IGNORECASE | re.MULTILINE)
 _ENCODING = re.compile(rb"^content-transfer-encoding:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
