@@ -114,7 +114,8 @@ class Held(_Dict):
     """Blocks with one owner."""
 
     owner: str
-    """sequence:<request> from its reservation on, transfer:<id>#<generation>, or probe:<worker> during diagnose()."""
+    """sequence:<request>#<number> from its reservation on, transfer:<id>#<generation>, or probe:<worker>#<number>
+    during diagnose()."""
     blocks: list[int]
     age: float
 

@@ -232,7 +232,7 @@ class PrefillStream:
         event: Any = await self._call.read()
         if event is grpc.aio.EOF:
             raise WorkerLost("it ended the prefill stream early")
-        if event.HasField("opened"):
+        if self.receiver is None and event.HasField("opened"):
             self._open(event.opened)
         elif self.receiver is None:
             raise InternalError(f"{name} sent something before it opened a transfer")

@@ -9,6 +9,7 @@ Every event of a request goes through `DecodeCall.emit`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
@@ -56,6 +57,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._cleanup = RequestCleanup(worker)
         self._remote = RemotePrefill(worker, peers, self._gate, self._cleanup, digest_blocks)
         self._muxes = StreamMuxes()
+        self._calls = itertools.count(1)
 
     async def Feed(
         self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
@@ -81,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         async with AsyncExitStack() as held:
             name, meant = request.adapter.name, request.adapter.fingerprint
             adapter = await held.enter_async_context(worker.adapters.held(name, meant))
-            sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
+            sequence = _sequence(request, next(self._calls), sampling, grammar, adapter, vocab_size)
             await self._cleanup.register(sequence, held)
             here = not request.HasField("prefill")
             await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS, arrives=not here))
@@ -201,12 +203,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _sequence(
-    request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, adapter: LoraSlot | None, vocab_size: int
+    request: decode_pb2.DecodeRequest,
+    number: int,
+    sampling: Sampling,
+    grammar: Any,
+    adapter: LoraSlot | None,
+    vocab_size: int,
 ) -> Sequence:
     if request.HasField("prefill"):
         sampling = replace(sampling, prompt_logprobs=None)  # the prefill worker computes them
     return Sequence(
-        id=f"sequence:{request.request_id}/{request.attempt}",
+        # A name used only once: the end of a call must not free the blocks of another one of the same attempt.
+        id=f"sequence:{request.request_id}/{request.attempt}#{number}",
         tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,
         max_len=request.prompt_tokens + request.max_tokens,

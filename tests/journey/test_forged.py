@@ -14,6 +14,8 @@ from kvtransfer.sender import Sender, Ticket
 from services.prefill.servicer import PrefillServicer
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from tests.support import oracle
+from tests.support.faults import Harm, hold_until
+from tests.support.muxed import decoded
 from tests.support.waiting import until
 
 GREEDY = sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
@@ -185,3 +187,29 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
         assert await cluster.ledgers_balance()
         done = await cluster.client.generate(prompt, max_tokens=4, ignore_eos=True)
         assert (done.token_ids, done.receipt.attempts) == (oracle.greedy(tiny, prompt, 4), 1)
+
+
+async def test_a_second_call_of_one_attempt_leaves_the_first_its_blocks(inside: Any, tiny: Path) -> None:
+    """Its KV is still on its way into them; the worker does not rely on what a router says is unique."""
+    go, prompt = asyncio.Event(), oracle.prompts(tiny, [40])[0]
+    async with inside(
+        wrap=lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner
+    ) as cluster:
+        source, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
+        async with grpc.aio.insecure_channel(decode.address) as channel:
+            stub = decode_pb2_grpc.DecodeServiceStub(channel)
+            request = decode_pb2.DecodeRequest(
+                request_id="genuine", attempt=1, token_ids=prompt, prompt_tokens=40, max_tokens=4, sampling=GREEDY
+            )
+            here = {"worker_id": "prefill-0", "address": source.address, "incarnation": source.incarnation}
+            first = decode_pb2.DecodeRequest(prefill=here)
+            first.MergeFrom(request)
+            tokens = asyncio.create_task(decoded(stub, first))
+            await until(lambda: source.engine.pool.held, 10, cluster.held)
+            held = (await decode.ledger()).entries
+            assert await decoded(stub, request) == oracle.greedy(tiny, prompt, 4)
+            assert [entry.owner for entry in (await decode.ledger()).entries] == [entry.owner for entry in held] != []
+            go.set()
+            assert await tokens == oracle.greedy(tiny, prompt, 4)
+        await cluster.freed()
+        assert await cluster.ledgers_balance()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.types import Peer, Ticket
 from services.decode.remote_prefill import PrefillStream
 from services.grpc_server import Channels
+from services.prefill.servicer import PrefillServicer
 from tandem.errors import StaleTransfer, TransferFailed, Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
@@ -367,15 +368,19 @@ async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> 
             assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
+@pytest.mark.parametrize("again", [False, True])
 async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
-    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """A read that cannot be ended at once may still write into them."""
+    """A read that cannot be ended at once may still write into them, also where the source says again that the transfer
+    is open."""
     started, aborting, landed = asyncio.Event(), asyncio.Event(), asyncio.Event()
     blocks: set[int] = set()
 
     class Stubborn(Harm):
         async def read(self, peer: Peer, pairs: Sequence[tuple[int, int]], *rest: Any, **more: Any) -> Any:
+            if started.is_set():
+                return await super().read(peer, pairs, *rest, **more)
             blocks.update(local for _, local in pairs)
             started.set()
             try:
@@ -385,12 +390,24 @@ async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
                 await landed.wait()
                 raise
 
+    offer = PrefillServicer._offer
+
+    async def opened_again(*given: Any) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        opened = prefill_pb2.PrefillResponse()
+        async for event in offer(*given):
+            opened = event if event.HasField("opened") else opened
+            yield event
+            if event.HasField("ready") and again:
+                yield opened
+
+    monkeypatch.setattr(PrefillServicer, "_offer", opened_again)
     wrap = lambda inner, who: Stubborn(inner) if who.startswith("decode") else inner  # noqa: E731
     async with inside(wrap=wrap) as cluster:
         decode, prefill = cluster.workers["decode-0"], cluster.workers["prefill-0"]
-        request = asyncio.create_task(cluster.client.generate(oracle.prompts(tiny, [50])[0], max_tokens=NEW))
+        request = cluster.client.stream(oracle.prompts(tiny, [150])[0], max_tokens=NEW)
+        await asyncio.wait_for(anext(request), 10)  # behind the blocks of two steps
         await asyncio.wait_for(started.wait(), 10)
-        request.cancel()
+        await request.aclose()
         await asyncio.wait_for(aborting.wait(), 10)
         await until(lambda: not prefill.engine.pool.held, 10, cluster.held)  # the call is over everywhere
         ledger = await decode.ledger()
