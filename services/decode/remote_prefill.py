@@ -202,8 +202,7 @@ class PrefillStream:
     async def first_token(self) -> prefill_pb2.FirstToken:
         """Opens the stream, and reads it up to the first token."""
         with self._errors():
-            prefill = self._prefill.stub.Prefill
-            self._call = prefill(self._request, timeout=self._remaining_s, metadata=self._headers)
+            self._call = self._prefill.stub.Prefill(self._request, timeout=self._remaining_s, metadata=self._headers)
             while self._first is None:
                 await self._read()
             return self._first
@@ -221,10 +220,9 @@ class PrefillStream:
 
     def close(self) -> None:
         """Ends the stream, and with it the lease on the source's blocks. The caller ends the receiver."""
-        if self._call is not None:
-            self._call.cancel()
-        if self._watching is not None:
-            self._watching.cancel()
+        for each in (self._call, self._watching):
+            if each is not None:
+                each.cancel()
 
     async def _read(self) -> None:
         """Handles the next message of the stream."""
@@ -311,9 +309,11 @@ class PrefillStream:
             with calling(name):
                 yield
         except TandemError as error:
-            cause = (self.receiver and self.receiver.error) or error  # a failed read made us cancel the stream
+            failed = self.receiver and self.receiver.error  # if so, it made us cancel the stream
+            if isinstance(failed, WorkerLost):  # of the connection: the source may live, and be connected again
+                failed = TransferFailed(failed.message)
             expired = self._deadline is not None and monotonic() >= self._deadline - DEADLINE_SLACK_S
-            raise from_below(cause, name, began=self.receiver is not None, expired=expired) from error
+            raise from_below(failed or error, name, began=self.receiver is not None, expired=expired) from error
 
 
 def _check_adapter(opened: prefill_pb2.Opened, sequence: Sequence) -> None:

@@ -14,6 +14,7 @@ from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from kvtransfer.receiver import Receiver
@@ -23,9 +24,12 @@ from services.decode.remote_prefill import PrefillStream, from_below
 from services.prefill.servicer import PrefillServicer
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
 from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
+from tandem.v1 import decode_pb2, decode_pb2_grpc
 from tests.journey.conftest import all_transports, both_transports
+from tests.journey.test_forged import GREEDY
 from tests.support import oracle
 from tests.support.faults import Harm
+from tests.support.muxed import decoded
 from tests.support.stopwatch import Stopwatch
 from tests.support.waiting import until
 
@@ -129,6 +133,37 @@ async def test_requests_go_around_a_prefill_worker_whose_kv_does_not_arrive(
             if count >= 2:
                 assert receipt.attempts == 1
         await cluster.freed(2.0)
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+async def test_a_connection_that_was_lost_is_made_again(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router with an old view has a request served by the former incarnation of a worker, which still runs: its
+    connection takes the place of the later one's, which is a failed transfer and not a lost worker."""
+    monkeypatch.setattr("services.router.routing.request_scheduler.SUSPECT_S", 0.5)
+    prompts, watch = oracle.prompts(tiny, [40 + index for index in range(60)]), Stopwatch()
+    async with inside() as cluster:
+        old, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
+        new = await cluster.start_worker("prefill-0")
+        links = decode._peers._links  # type: ignore[attr-defined]
+        await until(lambda: set(links) == {("prefill-0", new.incarnation)}, 10, lambda: links)
+        assert (await cluster.client.generate(prompts[0], max_tokens=1)).receipt.path == "disaggregated"
+        async with grpc.aio.insecure_channel(decode.address) as channel:
+            stub = decode_pb2_grpc.DecodeServiceStub(channel)
+            where = {"worker_id": "prefill-0", "address": old.address, "incarnation": old.incarnation}
+            request = decode_pb2.DecodeRequest(
+                request_id="r", token_ids=prompts[0], prompt_tokens=40, max_tokens=2, sampling=GREEDY, prefill=where
+            )
+            assert await decoded(stub, request) == oracle.greedy(tiny, prompts[0], 2)
+        receipts: list[Any] = []
+        while not receipts or (receipts[-1].path, receipts[-1].attempts) != ("disaggregated", 1):
+            assert watch.within(20.0), receipts[-1].notes
+            prompt = prompts.pop()
+            done = await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True)
+            assert done.token_ids == oracle.greedy(tiny, prompt, 2)
+            receipts.append(done.receipt)
+        assert receipts[0].attempts == 2, "the connection was lost"
 
 
 @both_transports
