@@ -66,7 +66,7 @@ class Watchdog:
         self._every_s = every_s
         self._beats = self._asked_beat = 0  # callbacks that the event loop has run, and was given
         self._reported_beat = -1
-        self._since: dict[str, tuple[Hashable, float]] = {}
+        self._since: dict[Check, tuple[Hashable, float]] = {}  # several may have one name
         self._lived, self._last = 0.0, monotonic()
         self._exit_at: float | None = None
         self._end_process = end_process
@@ -113,12 +113,12 @@ class Watchdog:
         """For how many seconds the current piece of work has been under way, and how many it may take."""
         current = check.under_way()
         if current is None:
-            self._since.pop(check.what, None)
+            self._since.pop(check, None)
             return 0.0, 0.0
         work, most_s = current
-        previous, since = self._since.get(check.what, (None, 0.0))
+        previous, since = self._since.get(check, (None, 0.0))
         if previous != work:
-            self._since[check.what] = work, self._lived
+            self._since[check] = work, self._lived
             return 0.0, most_s
         return self._lived - since, most_s
 

@@ -51,6 +51,15 @@ async def test_the_same_work_for_too_long_is_stuck() -> None:
     assert work.found == ["ENGINE_STUCK"]
 
 
+@pytest.mark.parametrize("other", [None, ("step 3", 1e9)])
+async def test_checks_of_one_name_are_each_watched(other: tuple[Hashable, float] | None) -> None:
+    """A decode worker has one for each layout that it converts from: one that idles or works hides no other."""
+    found: list[str] = []
+    checks = [Check("the KV transport", "TRANSPORT_STUCK", lambda work=work: work) for work in (("call 7", 2.0), other)]
+    look(Watchdog(checks, lambda check, why: found.append(check.reason), loop_most_s=1e9), MOST_S + 0.5)
+    assert found == ["TRANSPORT_STUCK"]
+
+
 async def test_work_that_goes_on_or_ends_is_not_stuck() -> None:
     """However long all of it takes."""
     work = Work()
