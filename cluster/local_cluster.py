@@ -368,7 +368,8 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         act()
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {number: signal.signal(number, handle) for number in SIGNALS if not (nohup and number == signal.SIGHUP)}
     try:
         yield
     finally:

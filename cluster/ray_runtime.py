@@ -133,7 +133,7 @@ class Runtime:
         os.environ.pop("RAY_AUTH_MODE", None)  # absent: Ray asks for a token, and reads its configuration again
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
         before = set(psutil.Process().children())
-        with small_node():
+        with small_node(), _hangups_blocked():
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -266,6 +266,17 @@ def _quiet_and_signals_kept() -> Iterator[None]:
         logging.getLogger("ray").setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _hangups_blocked() -> Iterator[None]:
+    """What starts inside never receives SIGHUP, which the end of a terminal sends to the whole process group: only this
+    process, which drains first, must act on it. Ray itself does so for SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

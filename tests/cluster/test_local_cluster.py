@@ -414,10 +414,10 @@ def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert lines == []
 
 
-def start_up() -> tuple[subprocess.Popen[str], str]:
+def start_up(*before: str) -> tuple[subprocess.Popen[str], str]:
     """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
     up = subprocess.Popen(
-        [sys.executable, "-c", UP],
+        [*before, sys.executable, "-c", UP],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -432,17 +432,21 @@ def start_up() -> tuple[subprocess.Popen[str], str]:
     return up, line.split()[1]
 
 
-def test_ctrl_c_in_a_terminal_drains_and_returns_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly. Where the
-    logs of every run are asked for, they are kept."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_in_a_terminal_or_its_end_drains_and_returns_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The signal reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly. Where
+    the logs of every run are asked for, they are kept."""
     monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
     up, target = start_up()
     processes = psutil.Process(up.pid).children(recursive=True)
-    os.killpg(up.pid, signal.SIGINT)
+    os.killpg(up.pid, number)
     out, err = up.communicate(timeout=SOON_S)
     assert up.returncode == 0, err
     assert out == ""
-    assert "stopped, nothing is left" in err, err
+    for who in ("router-0: stopped", "prefill-0: stopped", "decode-0: stopped", "stopped, nothing is left"):
+        assert who in err, err
     assert "cut off" not in err, err
     assert "died" not in err, err
     assert "Traceback" not in err
@@ -450,6 +454,18 @@ def test_ctrl_c_in_a_terminal_drains_and_returns_zero(tmp_path: Path, monkeypatc
     assert not answers(target)
     assert list(tmp_path.glob("kept/logs-*/worker-*.err")), err
     assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    """A SIGHUP that was ignored before it started stays ignored; SIGTERM ends it as always."""
+    up, target = start_up("nohup")
+    os.killpg(up.pid, signal.SIGHUP)
+    assert answers(target)
+    up.terminate()
+    _, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    for worker_id in ("router-0", "prefill-0", "decode-0"):
+        assert f"{worker_id}: stopped" in err, err
 
 
 def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
