@@ -215,6 +215,11 @@ class SupervisorActor:
         await self._loop.stop(grace_s)
         await self._registry.close()
 
+    async def leave(self) -> None:
+        """Before another supervisor takes over: see Supervisor.leave."""
+        await end(self._scaling)
+        await self._loop.leave()
+
 
 class OwnerActor:
     """Represents a `tandem up` on an external Ray: not detached, so Ray ends it with that process."""

@@ -12,7 +12,7 @@ nodes that will end, because Ray does not announce them.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -168,6 +168,7 @@ class Supervisor:
                 await self._take(self._lease)
             for worker_id, process in (await self._host.survivors()).items():
                 self._watch(worker_id, process)
+            self._wanted = dict(Counter(map(role_of, self._workers)))  # stays so if the registry has lost the sizes
         finally:
             self._found_survivors.set()
         follow = forever(self._follow_wanted, name="wanted")
@@ -204,6 +205,12 @@ class Supervisor:
             left = max(0.0, deadline - self._clock())
             await asyncio.gather(*(self._drain(worker, left) for worker in pool))
             await asyncio.gather(*(worker.ended.wait() for worker in pool))
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Ends run() and leaves what runs to another supervisor, which need not wait for the lease."""
+        self._stopping = True
+        self._wake.set()
         await end(self._keeping)
         if self._lease is not None:
             await self._lease.release()
@@ -337,7 +344,8 @@ class Supervisor:
         else:
             ready_for = now - worker.ready_at if worker.started else 0.0
             self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
-            kind = _kind_of_end(worker, error)
+            lost = worker.started or isinstance(error, WorkerLost)
+            kind = Kind.STOPPED if error is None else Kind.DIED if lost else Kind.FAILED
         del self._workers[worker.worker_id]
         self._wake.set()
         await self._record(kind, worker, error)
@@ -388,9 +396,3 @@ class Supervisor:
     async def _announce(self) -> None:
         async with self._new_event:
             self._new_event.notify_all()
-
-
-def _kind_of_end(worker: _Worker, error: TandemError | None) -> Kind:
-    if error is None:
-        return Kind.STOPPED
-    return Kind.DIED if worker.started or isinstance(error, WorkerLost) else Kind.FAILED

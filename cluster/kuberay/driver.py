@@ -20,11 +20,13 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from cluster.kuberay.pool_objects import PREFIX, Api, PoolObjects
 from cluster.placement import Placement
@@ -38,6 +40,7 @@ from tandem.settings import Settings
 LAUNCHER = "services.pod_launch"
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
 OF_THIS_POD = {"advertise_host", "ray_address"}
+LEAVE_S = 5.0  # in which a supervisor that is replaced gives its lease back
 EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster serve either pool
 
 
@@ -81,7 +84,7 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     name = f"{base}/{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     for other in _our_actors(f"{base}/"):
         if other != name:
-            ray.kill(ray.get_actor(other, namespace=NAMESPACE))
+            _replace(ray.get_actor(other, namespace=NAMESPACE))
     options: Any = ray.remote(SupervisorActor).options(
         name=name,
         namespace=NAMESPACE,
@@ -93,6 +96,13 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         max_task_retries=-1,
     )
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
+
+
+def _replace(supervisor: Any) -> None:
+    """Ends it, without its workers. Of one that does not answer, the next one waits until the lease expires."""
+    with suppress(RayError, AttributeError):  # the latter: of an older version, which has no such method
+        ray.get(supervisor.leave.remote(), timeout=LEAVE_S)
+    ray.kill(supervisor)
 
 
 def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None]) -> None:

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.kuberay import driver
 from tandem.errors import PreconditionFailed, TandemError, Unavailable, WorkerLost
@@ -69,3 +70,35 @@ def test_the_end_of_another_task_leaves_the_supervisor(monkeypatch: pytest.Monke
     with pytest.raises(PreconditionFailed, match="deployment"):
         driver._follow(supervisor, others)
     assert supervisor.ended == 0
+
+
+class Ray:
+    """Stands for Ray, and for the actor of a supervisor that ends."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.calls: list[str] = []
+        self.leave = self
+
+    def remote(self) -> str:
+        self.calls.append("leave")
+        return "answer"
+
+    def get(self, answer: str, timeout: float) -> None:
+        assert (answer, timeout) == ("answer", driver.LEAVE_S)
+        if self._error is not None:
+            raise self._error
+
+    def kill(self, actor: Ray) -> None:
+        self.calls.append("kill")
+
+
+@pytest.mark.parametrize("error", [None, GetTimeoutError("no answer"), RayActorError(), AttributeError("leave")])
+def test_a_supervisor_that_is_replaced_gives_its_lease_back_and_ends(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Whatever it answers: one that does not keeps nobody from replacing it."""
+    ray: Any = Ray(error)
+    monkeypatch.setattr(driver, "ray", ray)
+    driver._replace(ray)
+    assert ray.calls == ["leave", "kill"]

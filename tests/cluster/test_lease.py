@@ -106,6 +106,21 @@ async def test_control_without_a_lease_both_start_the_same_worker(registry: Regi
     await asyncio.gather(*running)
 
 
+async def test_a_supervisor_that_leaves_gives_its_lease_and_its_workers_to_the_next(registry: Registry) -> None:
+    """As when its settings change: nobody waits until the lease expires, and no worker notices."""
+    await registry.set_wanted({"decode": 1})
+    host = FakeHost()
+    supervisor = Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, "one"))
+    running = asyncio.create_task(supervisor.run())
+    await Watch(supervisor).until(Kind.READY, "decode-0")
+    await supervisor.leave()
+    await running
+    assert host.processes["decode-0"].graces == []
+    assert not host.processes["decode-0"].killed
+    async with asyncio.timeout(lease.SUPERVISOR_LEASE_S / 2):
+        await Lease(registry, "two").take()
+
+
 async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
     valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

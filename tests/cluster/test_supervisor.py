@@ -370,6 +370,19 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
         assert host.processes["decode-0"].graces == []
 
 
+async def test_what_a_restarted_supervisor_finds_stays_wanted_by_a_registry_that_forgot(registry: Registry) -> None:
+    """Both were lost at once, so nobody knows the sizes any more: a worker that dies afterwards is replaced."""
+    host = FakeHost(survivors=("router-0", "decode-0", "decode-1"))
+    async with supervised(host, registry) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        before = host.processes["decode-1"]
+        before.kill()
+        await watch.until(Kind.DIED, "decode-1")
+        await watch.until(Kind.READY, "decode-1")
+        assert host.processes["decode-1"] is not before
+        assert await registry.wanted() == {"router": 1, "decode": 2}
+
+
 async def test_workers_of_a_node_that_ends_drain_while_others_start(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
