@@ -1,6 +1,6 @@
 """How much fits: arithmetic from a checkpoint folder, before anything is loaded. No torch.
 
-    KV bytes per token = sum over layers of (K + V elements per token) x bytes per element
+    KV bytes per token = sum over layers of (K + V elements per token) x bytes per element (planner/kv_calls.py)
                        = 2 x layers x KV heads x head dim x bytes          for plain and grouped attention
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
     int8 and fp8 KV: one byte an element, and a scale of two bytes for each head's K and V
@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts, slot_bytes
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
-from planner import packed, recurrent
+from planner import kv_calls, packed, recurrent
+from planner.kv_calls import Call, first
 from planner.recurrent import NONE, States
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -45,9 +46,7 @@ class Shape:
 
     name: str
     layers: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
+    calls: tuple[Call, ...]  # of attention: those with KV
     context: int | None  # None where no position has a limit
     parameters: int
     stored_bytes: int
@@ -58,15 +57,13 @@ class Shape:
     coded: int | None = None  # bytes of the quantised products; None if its files do not tell
     ranks: int = 1  # of one worker
     rank_parameters: int = 0  # of each, where there are several
-    rank_heads: int = 0  # KV heads of each, likewise
-    attention_layers: int = 0  # those with KV
+    rank_calls: tuple[Call, ...] = ()  # of each, likewise
     states: States = NONE  # of recurrent layers
     index_dims: tuple[int, ...] = ()  # elements of a key of each sparse indexer
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
-        calls = [(self.kv_heads, self.k_dim, self.v_dim)] * self.attention_layers
-        calls += [(1, dim, 0) for dim in self.index_dims]
+        calls = [*self.calls, *((1, dim, 0) for dim in self.index_dims)]
         itemsize, scaled = _element(dtype, kv_dtype)
         return plan_calls(calls, block_size, itemsize, scaled=scaled)[1] or plan_parts(self.state_bytes(dtype))
 
@@ -81,8 +78,9 @@ class Shape:
     def kv_bytes_per_token(self, dtype: str, kv_dtype: str = "auto") -> int:
         """Scales included, padding not."""
         itemsize, scaled = _element(dtype, kv_dtype)
-        of_head = (self.k_dim + self.v_dim) * itemsize + (2 * SCALE_BYTES if scaled else 0)
-        return self.attention_layers * self.kv_heads * of_head + sum(self.index_dims) * itemsize
+        scales = 2 * SCALE_BYTES if scaled else 0
+        kept = sum(heads * ((k_dim + v_dim) * itemsize + scales) for heads, k_dim, v_dim in self.calls)
+        return kept + sum(self.index_dims) * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
         """Of one worker, all of its ranks together."""
@@ -119,10 +117,9 @@ def read_shape(folder: Path) -> Shape:
     asked = config.get("quantization_config") or {}
     config = config.get("text_config") or config
     kinds = config.get("layers_block_type")  # some name nothing else
-    layers = len(kinds) if kinds else _first(config, "num_hidden_layers", "n_layer", "n_layers")
+    layers = len(kinds) if kinds else first(config, "num_hidden_layers", "n_layer", "n_layers")
     shapes, stored = _weights(folder)
     states, attend = recurrent.read(shapes, config)
-    attention_layers = len(attend) if states.convolutions else layers
     products, coded = _products(shapes), None
     if asked.get("quant_method") in METHODS:
         try:
@@ -131,27 +128,13 @@ def read_shape(folder: Path) -> Shape:
             raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
         products, coded = {name: shapes[name] for name in of_codes}, sum(of_codes.values())
     index_dims = tuple(shape[0] for name, shape in shapes.items() if name.endswith(_INDEX_KEYS))
-    key_width = next((shapes[f"{module}.k_proj.weight"][0] for module in attend), 0)
-    if config.get("kv_lora_rank"):
-        latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-        kv_heads, k_dim, v_dim = 1, latent, rope
-        why = f"latent attention: {latent} + {rope} elements per token and layer"
-        why += f", and {len(index_dims)} sparse indexers with a key of {index_dims[0]}" if index_dims else ""
-    elif not attention_layers:
-        kv_heads, k_dim, v_dim, why = 0, 0, 0, "no attention"
-    else:
-        heads = _first(config, "num_attention_heads", "n_head", "n_heads")
-        k_dim = v_dim = config.get("head_dim") or _first(config, "hidden_size", "n_embd", "d_model") // heads
-        # a config may carry num_key_value_heads without grouping anything (OPT): the projection's shape decides
-        kv_heads = key_width // k_dim or config.get("num_key_value_heads") or heads
-        why = f"2 x {kv_heads} KV heads (of {heads} heads) x {k_dim} elements per token and layer"
+    calls, why = kv_calls.read(shapes, config, attend, len(attend) if states.convolutions else layers)
+    why += f", and {len(index_dims)} sparse indexers with a key of {index_dims[0]}" if index_dims else ""
     return Shape(
         name=config.get("model_type", folder.name),
         layers=layers,
-        kv_heads=kv_heads,
-        k_dim=k_dim,
-        v_dim=v_dim,
-        context=_context(config, required=attention_layers > 0),
+        calls=calls,
+        context=_context(config, required=bool(calls)),
         parameters=sum(map(math.prod, shapes.values())),
         stored_bytes=stored,
         why=why,
@@ -159,7 +142,6 @@ def read_shape(folder: Path) -> Shape:
         quantised={} if asked else {format: _quantised(shapes, format) for format in BITS},
         ready=bool(asked),
         coded=coded,
-        attention_layers=attention_layers,
         states=states,
         index_dims=index_dims,
     )
@@ -273,11 +255,4 @@ def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
 
 def _context(config: dict[str, Any], *, required: bool) -> int | None:
     names = ("max_position_embeddings", "n_positions", "n_ctx")
-    return _first(config, *names) if required or any(name in config for name in names) else None
-
-
-def _first(config: dict[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    raise CheckpointRefused(f"config.json has none of {', '.join(names)}; the planner does not know this kind of model")
+    return first(config, *names) if required or any(name in config for name in names) else None

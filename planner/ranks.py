@@ -40,8 +40,8 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
     for vocab, width in (size for name, size in shapes.items() if _by_tokens(name)):
         own += vocab * width // (1 if vocab % ranks else ranks)
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
-    heads = max(1, shape.kv_heads // ranks) if cut else shape.kv_heads
-    return replace(shape, ranks=ranks, rank_parameters=own, rank_heads=heads)
+    calls = tuple((max(1, heads // ranks) if cut else heads, k_dim, v_dim) for heads, k_dim, v_dim in shape.calls)
+    return replace(shape, ranks=ranks, rank_parameters=own, rank_calls=calls)
 
 
 def _by_tokens(name: str) -> bool:
@@ -63,7 +63,7 @@ def _parts(
         style = next((plan[key] for key in plan if key.startswith(f"{whole}.") and plan[key] in cut), None)
     if style not in cut or (name.endswith(".bias") and style.startswith("rowwise")):
         return 1
-    return min(ranks, shape.kv_heads) if module.endswith(KV) and style == "colwise" else ranks
+    return min(ranks, shape.calls[0][0]) if module.endswith(KV) and style == "colwise" else ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +106,4 @@ def fits(
 
 def of_one_rank(shape: Shape) -> Shape:
     """What one of a worker's ranks has: its parameters, and K and V of its heads."""
-    return replace(shape, kv_heads=shape.rank_heads, parameters=shape.rank_parameters, ranks=1)
+    return replace(shape, calls=shape.rank_calls, parameters=shape.rank_parameters, ranks=1)

@@ -61,7 +61,7 @@ def table(
             f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk"
             + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1)),
         ),
-        ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.attention_layers} layers, {kept}"),
+        ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {len(shape.calls)} layers, {kept}"),
         ("state per sequence", f"{state / MIB:.2f} MiB", _of_state(state, per_token, capacity, link)),
         ("KV pool", f"{capacity.kv / GIB:.2f} GiB", f"{capacity.blocks:,} blocks, {capacity.tokens:,} tokens"),
     ):

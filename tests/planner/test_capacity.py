@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -17,6 +18,7 @@ from engine import kernels
 from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
 from loadtest.harness.random_checkpoints import HYBRID, SPARSE, TINY, make_checkpoint
+from loadtest.microbench import families
 from planner.capacity import capacity, read_shape
 from planner.report import facts
 from tandem.errors import CheckpointRefused, SettingsError
@@ -50,6 +52,56 @@ def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: st
         assert shape.block_bytes(16, "float32", kv_dtype) == model.block_bytes(16)
     assert shape.context == model.max_model_len
     assert shape.stored_bytes == shape.parameters * 4
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma4_text", {}),  # other heads in every second layer
+        ("gemma4_text", {"attention_k_eq_v": True}),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}),  # of which each keeps KV all the same
+        ("mimo_v2_flash", {"v_head_dim": 8}),
+        ("gpt_bigcode", {"multi_query": True}),
+        ("gpt_bigcode", {"multi_query": False}),
+        ("gpt_neox", {}),
+        ("olmo2", {}),  # with a norm over all heads together
+    ],
+)
+def test_kv_of_layers_that_differ_equals_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, more: dict[str, Any]
+) -> None:
+    """Heads and their sizes are those of each layer's projections; a config that has one number for all layers, or one
+    that does not hold, misleads nobody."""
+    monkeypatch.setitem(families.MORE, kind, families.MORE.get(kind, {}) | more)
+    families.make(kind, tmp_path)
+    shape = read_shape(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert shape.block_bytes(16, "float32") == model.layout(16).block_bytes
+    assert shape.kv_bytes_per_token("float32") * 16 == model.layout(16).block_bytes
+    model.kv_dtype = "int8"
+    assert shape.block_bytes(16, "float32", "int8") == model.layout(16).block_bytes
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "jetmoe"])
+def test_attention_that_keeps_another_k_and_v_than_it_projects_is_refused(tmp_path: Path, kind: str) -> None:
+    """A wrong number would be believed; the sentence says where the right one is."""
+    families.make(kind, tmp_path)
+    with pytest.raises(CheckpointRefused, match="log of a worker's start"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["vision_tower.encoder.layers.0.self_attn", "model.layers.2.self_attn"])
+def test_kv_is_that_of_the_language_models_own_layers(tmp_path: Path, other: str) -> None:
+    """Neither of layers for images, nor of one behind the last that drafts tokens."""
+    shapes = {f"model.layers.{layer}.self_attn.k_proj.weight": (32, 64) for layer in range(2)}
+    save_file(
+        {name: torch.zeros(size) for name, size in {**shapes, f"{other}.k_proj.weight": (48, 64)}.items()},
+        tmp_path / "model.safetensors",
+    )
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path).calls == ((2, 16, 16), (2, 16, 16))
 
 
 @built
@@ -93,8 +145,8 @@ def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:
         "hidden_size": 8192,
         "max_position_embeddings": 131072,
     }
-    make_checkpoint(tmp_path, "tiny-llama")
     (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(8192)}, tmp_path / "model.safetensors")
     shape = read_shape(tmp_path)
     assert shape.kv_bytes_per_token("bfloat16") == 327_680
     assert shape.block_bytes(16, "bfloat16") == 16 * 327_680 + 4096
