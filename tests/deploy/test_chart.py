@@ -141,6 +141,24 @@ def test_the_check_would_see_a_wrong_field() -> None:
         ({"settings": {"model": "m"}, "ucx": {"TLS": "tcp"}}, "TLS"),
         ({"settings": {"model": "m"}, "valkey": {"enabled": False}}, "redis.secret"),
         ({"settings": {"model": "m"}, "pools": {"decode": {"autoscaling": {"kind": "keda"}}}}, "prometheus.url"),
+        (
+            {"settings": {"model": "m"}, "pools": {"decode": {"autoscaling": {"kind": "hpa", "min": 5}}}},
+            "decode: autoscaling.min 5 is above autoscaling.max 4",
+        ),
+        (
+            {"settings": {"model": "m"}, "router": {"autoscaling": {"kind": "hpa", "max": 1}}},
+            "router: autoscaling.min 2 is above autoscaling.max 1",
+        ),
+        (
+            {
+                "settings": {},
+                "models": [
+                    {"name": "a", "settings": {"model": "m"}, "pools": {"prefill": {"autoscaling": {"min": 9}}}}
+                ],
+                "pools": {"prefill": {"autoscaling": {"kind": "hpa"}}},
+            },
+            "prefill: autoscaling.min 9 is above autoscaling.max 4",
+        ),
     ],
 )
 def test_wrong_values_stop_the_install_by_name(values: dict[str, Any], told: str) -> None:
