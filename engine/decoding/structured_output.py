@@ -29,6 +29,7 @@ import xgrammar
 
 from engine.core.sequence import Sequence
 from engine.decoding.native_thread import LeftBehind, NativeThread
+from engine.gpu import sampling
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
 from tandem.sampling import GrammarSpec, ReasoningTokens
 
@@ -387,7 +388,8 @@ class Masks:
 
 
 def apply(logits: torch.Tensor, filling: Filling) -> None:
-    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32. Not yet run on a
-    GPU."""
-    bits = filling.bits.to(logits.device, non_blocking=True)
-    xgrammar.apply_token_bitmask_inplace(logits, bits, vocab_size=logits.shape[-1], indices=filling.rows)
+    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32."""
+    if logits.device.type == "cpu":
+        xgrammar.apply_token_bitmask_inplace(logits, filling.bits, vocab_size=logits.shape[-1], indices=filling.rows)
+    else:
+        sampling.forbid(logits, filling.bits, filling.rows)

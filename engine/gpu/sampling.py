@@ -19,6 +19,9 @@ from tandem.sampling import Sampling
 
 TILE = 2048  # logits that a program reads at a time
 WARPS = 8
+TOGETHER = (
+    16  # rows of a part, or a multiple of it, begin at 16 bytes: Triton compiles a kernel again for another place
+)
 WORKSPACE = 2**24  # weights in float64 that are kept at a time, however large batch and vocabulary are: 128 MiB
 
 Sample = Callable[[torch.Tensor, Sequence[Sampling], Sequence[int]], list[int]]
@@ -38,7 +41,7 @@ def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence
     numbers = on_device(table, torch.float64, logits.device)  # [rows, 5]
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     draws = any(how.temperature > 0 for how in sampling)
-    size = max(1, WORKSPACE // vocab) if draws else rows
+    size = max(TOGETHER, WORKSPACE // vocab // TOGETHER * TOGETHER) if draws else rows
     weights = torch.empty(min(size, rows) * vocab if draws else 0, dtype=torch.float64, device=logits.device)
     for start in range(0, rows, size):  # one after another on the stream, so they can share the memory
         part = slice(start, start + size)
@@ -50,17 +53,31 @@ def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence
 
 
 def problem(device: torch.device, reference: Sample, uniform: Callable[[int, int], float]) -> str | None:
-    """Compares the kernel with `reference` on this device, and compiles it before a request needs it. Returns what is
-    wrong, or None."""
+    """Compares the kernel with `reference` on this device, and compiles it before a request needs it: one kernel for
+    vocabularies of a multiple of 16 tokens and another one for the rest. Returns what is wrong, or None."""
     generator = torch.Generator().manual_seed(0)
-    logits = (4.0 * torch.randn(len(TRIED), 3 * TILE + 77, generator=generator)).to(device)
-    logits[0, 5] = torch.nan
     positions = list(range(len(TRIED)))
-    try:
-        found = sample(logits, TRIED, [uniform(how.seed, at) for how, at in zip(TRIED, positions, strict=True)])
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"fails: {str(error).strip().partition(chr(10))[0]}"
-    return None if found == reference(logits, TRIED, positions) else "chooses other tokens"
+    numbers = [uniform(how.seed, at) for how, at in zip(TRIED, positions, strict=True)]
+    for more in (77, 80):
+        logits = (4.0 * torch.randn(len(TRIED), 3 * TILE + more, generator=generator)).to(device)
+        logits[0, 5] = torch.nan
+        try:
+            found = sample(logits, TRIED, numbers)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"fails: {str(error).strip().partition(chr(10))[0]}"
+        if found != reference(logits, TRIED, positions):
+            return "chooses other tokens"
+    return None
+
+
+def forbid(logits: torch.Tensor, bits: torch.Tensor, rows: list[int]) -> None:
+    """Makes tokens of these rows of `logits [sequences, vocab]` impossible whose bit in `bits [sequences, words] int32`
+    is 0. By torch: xgrammar's kernel for CUDA would be compiled for a request, while all streams wait."""
+    own = bits[rows].to(logits.device, non_blocking=True).unsqueeze(-1)  # [rows, words, 1]
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = ((own >> bit) & 1 == 0).flatten(1)[:, : logits.shape[-1]]
+    at = on_device(rows, torch.int64, logits.device)
+    logits[at] = logits[at].masked_fill(forbidden, -torch.inf)
 
 
 TRIED = [

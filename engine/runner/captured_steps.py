@@ -92,13 +92,13 @@ def cuda_graphs() -> Capture:
     def capture(call: Call) -> Call:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):  # which torch.cuda.graph leaves to later steps where a capture fails
             for _ in range(WARM_UP):
                 call()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                out = call()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            out = call()
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -301,7 +301,7 @@ def _randomise(kv: torch.Tensor, scales: torch.Tensor | None, generator: torch.G
     if scales is None:
         kv.normal_(generator=generator)
         return
-    elements, own = quantise(torch.randn(kv.shape, generator=generator), kv.dtype)
+    elements, own = quantise(torch.randn(kv.shape, generator=generator, device=generator.device), kv.dtype)
     kv.view(torch.uint8).copy_(elements.view(torch.uint8))  # fp8 itself cannot be copied everywhere
     scales.copy_(own)
 

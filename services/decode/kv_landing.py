@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from engine.attention.forward_context import device_done
 from engine.core.kv_conversion import converters, keeps_bits
 from engine.core.kv_layout import KvLayout
 from engine.core.sequence import Sequence
@@ -50,11 +51,16 @@ class KvLanding:
         self.transport = worker.transport_over(region, f"{worker.incarnation}-{layout.hash()[:8]}", layout.hash())
         self.transport.on_broken = worker.transport.on_broken
         self.digest_blocks = digests(block_reader(staging))
-        self.convert = self._converter.convert
         self.count = count
         self._free = list(range(count))
         self._turn, self._given = asyncio.Lock(), asyncio.Event()
         self._loop = loop
+
+    def convert(self, staged: abc.Sequence[tuple[int, int]], table: abc.Sequence[int], tokens: range) -> None:
+        """As KvConverter.convert, done when it returns: reads write to the staging, and to blocks that were freed,
+        outside of a device's queue."""
+        self._converter.convert(staged, table, tokens)
+        device_done(self._converter.staging.buffer.device)
 
     async def take(self, count: int) -> list[int]:
         """Places in the staging, in turn. The wait is bounded: who has places reads into them, without stalling."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -122,11 +120,23 @@ class Streams:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.current: object | None = None
-        patch.setattr(torch.cuda, "Stream", lambda _device: object())
-        patch.setattr(torch.cuda, "stream", self._enter)
+        patch.setattr(torch.cuda, "Stream", _Stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: _Inside(self, stream))
+        patch.setattr(torch.cuda, "current_stream", lambda: self.current or _Stream())
 
-    @contextmanager
-    def _enter(self, stream: object) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+
+class _Inside:
+    def __init__(self, streams: Streams, stream: object) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before, self._streams.current = self._streams.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
+
+
+class _Stream:
+    def __init__(self, _device: torch.device | None = None) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from engine.runner.captured_steps import Call, Decode, Uncapturable, buckets, op
 from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import TINY
 from tandem.sampling import Sampling
-from tests.engine.stand_ins import Asked, checked
+from tests.engine.stand_ins import Asked, Streams, checked
 
 CPU = torch.device("cpu")
 BLOCKS, BLOCK_SIZE, LONGEST, MOST = 24, 4, 30, 6
@@ -261,6 +262,62 @@ def test_varlen_attention_serves_recorded_steps(
         assert found is not None
         gap = ((found - expected).abs().amax(-1) / expected.std(-1)).max()
         assert gap < 0.3, "roundings of 16 bits in products of other shapes"
+
+
+class Graph:
+    """Stands for torch.cuda.graph, which leaves its stream only where the capture can be ended."""
+
+    def __init__(self, _graph: Any, *, stream: object, **_: Any) -> None:
+        self.inside: Any = torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def __enter__(self) -> None:
+        self.inside.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.inside.__exit__(None, None, None)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    return made
+
+
+def test_after_a_capture_that_fails_steps_run_where_they_did(streams: Streams) -> None:
+    """Not on the stream of the capture, for which nothing else waits."""
+
+    def waits() -> torch.Tensor:
+        if len(calls) == captured_steps.WARM_UP:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        calls.append(streams.current)
+        return torch.zeros(1)
+
+    calls: list[object] = []
+    capture = captured_steps.cuda_graphs()
+    with pytest.raises(RuntimeError):
+        capture(waits)
+    assert None not in calls
+    assert streams.current is None
+
+
+def test_random_quantised_kv_is_made_on_the_device_of_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses a generator of another device, and no model with quantised KV would be captured on CUDA."""
+    asked: list[Any] = []
+    randn = torch.randn
+
+    def made(shape: Any, *, generator: Any, device: Any = None) -> torch.Tensor:
+        asked.append((generator.device, device))
+        return randn(shape)
+
+    monkeypatch.setattr(torch, "randn", made)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    captured_steps._randomise(torch.zeros(1, 2, 2, 8, dtype=torch.int8), torch.zeros(1, 2, 2), gpu)
+    assert asked == [(gpu.device, gpu.device)]
 
 
 class Nothing:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,15 +93,60 @@ def test_the_largest_number_below_one_draws_a_token_that_is_possible() -> None:
 
 def test_a_large_batch_shares_the_memory_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts, one after another, with the same tokens."""
-    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(2))
-    how = [Sampling(temperature=1.0, top_p=0.9, seed=seed) for seed in range(7)]
-    expected = by_kernel(logits, how, [1] * 7)
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
+    how = [Sampling(temperature=1.0, top_p=0.9, seed=seed) for seed in range(40)]
+    expected = by_kernel(logits, how, [1] * 40)
     made: list[int] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **kind: (made.append(size[0]), empty(*size, **kind))[1])
-    monkeypatch.setattr(gpu, "WORKSPACE", 150)
-    assert by_kernel(logits, how, [1] * 7) == expected
-    assert made == [7, 150]
+    monkeypatch.setattr(gpu, "WORKSPACE", 1000)
+    assert by_kernel(logits, how, [1] * 40) == expected
+    assert made == [40, 16 * 50]
+
+
+class Compiled:
+    """A kernel that computes nothing and notes for what Triton would compile it: for numbers that are multiples of 16,
+    and for tensors that begin at one."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[bool, ...]] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*given: Any, **_: Any) -> None:
+            starts = (one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given)
+            self.kinds.add(tuple(start % 16 == 0 for start in starts))
+
+        return launch
+
+
+@pytest.mark.parametrize("vocab", [129280, 151936, 200064, 50257])
+def test_no_request_waits_for_a_compiler(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial at load has launched what any batch launches, in parts or whole."""
+    kernel = Compiled()
+    monkeypatch.setattr("engine.gpu.sampling_kernel.choose_tokens", kernel)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    assert gpu.problem(CPU, lambda *_: [0] * len(gpu.TRIED), uniform) is None
+    tried = set(kernel.kinds)
+    monkeypatch.setattr(gpu, "WORKSPACE", 3 * vocab)
+    for rows in (1, 40):
+        gpu.sample(torch.empty(rows, vocab), [Sampling(temperature=1.0)] * rows, [0.5] * rows)
+        gpu.sample(torch.empty(rows, vocab), [Sampling()] * rows, [0.0] * rows)
+    assert kernel.kinds == tried
+
+
+@pytest.mark.parametrize("vocab", [64, 77])
+def test_grammars_forbid_the_same_tokens_on_a_gpu(vocab: int) -> None:
+    """As xgrammar's operator for CPU, in some rows of a step, without a compiler and without a wait."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), generator=generator, dtype=torch.int32)
+    bits[1] = -1
+    logits = torch.randn(5, vocab, generator=generator)
+    expected = logits.clone()
+    xgrammar.apply_token_bitmask_inplace(expected, bits, vocab_size=vocab, indices=[1, 2, 4])
+    gpu.forbid(logits, bits, [1, 2, 4])
+    assert torch.equal(logits, expected)
+    assert logits[2].isinf().any()
+    assert not logits[0].isinf().any()
 
 
 def test_the_host_waits_for_the_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
