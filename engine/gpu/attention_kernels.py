@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.gpu.product_kernels import e4m3
+
 FULL, WINDOW, CHUNK = 0, 1, 2  # reaches: how REACH is given, with `span` tokens
 
 
@@ -46,6 +48,20 @@ def product(a, b, EXACT: tl.constexpr):
     else:
         c = tl.dot(a, b.to(a.dtype))
     return c
+
+
+@triton.jit
+def row_sums(weights, like, KEYS: tl.constexpr, EXACT: tl.constexpr):
+    """Of `weights [rows, keys]`. A product, because the order of tl.sum follows from the tile's shape; all of its
+    columns are the same."""
+    return tl.max(product(weights.to(like.dtype), tl.full([KEYS, 16], 1.0, tl.float32), EXACT), 1)
+
+
+@triton.jit
+def widened(x, FP8: tl.constexpr):
+    if FP8:
+        x = e4m3(x)
+    return x
 
 
 @triton.jit
@@ -114,6 +130,7 @@ def attend(
     REACH: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
+    FP8: tl.constexpr,  # pages of bytes: not every architecture converts e4m3
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     SINKS: tl.constexpr,
@@ -150,7 +167,7 @@ def attend(
             keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
             v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
             taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
-            logits = product(q, keys, EXACT)
+            logits = product(q, widened(keys, FP8), EXACT)
             if SCALED:
                 logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
             logits = logits * scaling
@@ -161,9 +178,10 @@ def attend(
             new = tl.maximum(part_top, tl.max(logits, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
             weights, before = tl.exp2(logits - safe[:, None]), tl.exp2(part_top - safe)
-            part_total, part_top = part_total * before + tl.sum(weights, 1), new
+            part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
             if SCALED:
                 weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
+            taken = widened(taken, FP8)
             part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
         top, total, values = merged(top, total, values, part_top, part_total, part_values)
     if PARALLEL:

@@ -80,7 +80,7 @@ def differs(
     generator = torch.Generator(device).manual_seed(0)
     for fact in facts:
         for batch, blocks in _batches(fact, block_size):
-            pages, exact = _pages(fact, blocks, (dtype, kept), block_size, generator, batch)
+            pages, exact = random_pages(fact, blocks, (dtype, kept), block_size, generator, batch)
             shape = (len(batch.token_ids), fact.heads, fact.k_dim)
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
             sinks = torch.randn(fact.heads, generator=generator, device=device) if fact.sinks else None
@@ -98,7 +98,7 @@ def differs(
     return None
 
 
-def _pages(
+def random_pages(
     fact: CallFacts,
     blocks: int,
     dtypes: tuple[torch.dtype, torch.dtype | None],

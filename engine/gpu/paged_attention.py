@@ -30,6 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8
 LEAST_SPLIT = 512  # keys of a part
 MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in memory until they are merged
 LARGEST_HEAD = 512
+MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some of fp8's
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 
 Tiles = tuple[torch.Tensor, torch.Tensor]  # of each tile: its sequence, and its first query in that; int32
@@ -47,17 +48,19 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(facts: CallFacts) -> Tiling:
-        group = padded_group(facts)
+    def of(facts: CallFacts, dtype: torch.dtype) -> Tiling:
+        """`dtype`: of the queries. It does not change `rows`."""
+        group, wide = padded_group(facts), dtype == torch.float32
         large = max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
         rows = {256: 32, 512: 16}.get(large, 64)  # two sums of rows x large fit in registers
         return Tiling(
             rows_of_one=max(LEAST_DOT, group),
             rows=max(rows, group),
-            keys=64 if large <= 64 else 32,  # 64-bit addresses of a tile of keys take registers, too
+            # 64-bit addresses of a tile of keys take registers, too; float32 does without tensor cores and takes more.
+            keys=16 if large > 256 or (large > 64 and wide) else 32 if large > 64 or wide else 64,
             warps_of_one=4 if large <= 256 else 8,
             warps=8,
-            stages=3 if large <= 128 else 2,
+            stages=3 if large <= 128 else 1 if large > 256 and wide else 2,
         )
 
 
@@ -154,9 +157,10 @@ def attend_tiles(
     spec = own.get(reach) or (SlidingWindowSpec(span) if reach == WINDOW else ChunkedLocalAttentionSpec(span))
     facts = CallFacts(k_pages.shape[2], heads, query.shape[2], v_dim, spec, softcap, sinks is not None, scaling)
     out = query.new_empty(query.shape[0], heads, v_dim)
-    tiling, scales = Tiling.of(facts), (k_scales, v_scales)
+    tiling, scales = Tiling.of(facts, query.dtype), (k_scales, v_scales)
     given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
-    tensors = (query, k_pages, v_pages, *given)
+    fixed = constants(facts, k_pages.shape[1], split_keys, None if k_scales is None else k_pages.dtype, query.dtype)
+    tensors = (query, *(pages.view(torch.uint8) if fixed["FP8"] else pages for pages in (k_pages, v_pages)), *given)
     strides = (
         *query.stride()[:2],
         *k_pages.stride()[:3],
@@ -166,7 +170,6 @@ def attend_tiles(
     )
     sink = sinks if sinks is not None else query
     context, numbers = (cu_seq_q, seqused_k, block_table), (scaling, softcap or 1.0, span)
-    fixed = constants(facts, k_pages.shape[1], split_keys, k_scales is not None, query.dtype)
     if count := len(ones):
         parts = -(-block_table.shape[1] * k_pages.shape[1] // split_keys)  # of the longest possible context
         values = out.new_empty(parts, count, heads, v_dim, dtype=torch.float32)
@@ -175,7 +178,7 @@ def attend_tiles(
         launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
         attend[(count, facts.kv_heads, parts)](
             *tensors, *kept, sink, *context, ones, ones_at, *strides, *places, *numbers,
-            **fixed, **launch, SINKS=False, PARALLEL=True,
+            **fixed, **launch, SINKS=False, PARALLEL=True, maxnreg=MOST_REGISTERS if fixed["FP8"] else None,
         )  # fmt: skip
         same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
         merge[(count, heads)](
@@ -193,13 +196,13 @@ def attend_tiles(
 
 def queries_of(facts: CallFacts) -> int:
     """Of a tile of a sequence with several."""
-    return Tiling.of(facts).rows // padded_group(facts)
+    return Tiling.of(facts, torch.float32).rows // padded_group(facts)
 
 
 def constants(
-    facts: CallFacts, block_size: int, split_keys: int, quantised: bool, dtype: torch.dtype
+    facts: CallFacts, block_size: int, split_keys: int, kept: torch.dtype | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What the kernel `attend` is compiled for; `dtype`: of the queries."""
+    """What the kernel `attend` is compiled for; `kept`: the type of quantised elements, `dtype`: of the queries."""
     return {
         "HEADS": facts.heads // facts.kv_heads,
         "GROUP": padded_group(facts),
@@ -208,11 +211,12 @@ def constants(
         "K_PAD": padded_dim(facts.k_dim),
         "V_DIM": facts.v_dim,
         "V_PAD": padded_dim(facts.v_dim),
-        "TILE": Tiling.of(facts).keys,
+        "TILE": Tiling.of(facts, dtype).keys,
         "SPLIT": split_keys,
         "REACH": kind(facts.reach)[0],
         "SOFTCAP": facts.softcap is not None,
-        "SCALED": quantised,
+        "SCALED": kept is not None,
+        "FP8": kept == torch.float8_e4m3fn,
         # The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to.
         "EXACT": dtype == torch.float32 or INTERPRETED,
     }

@@ -28,9 +28,12 @@ def e4m3(codes):
 
 
 @triton.jit
-def store_part(out, y, row, column, begin, end, here):
-    """The columns of y from `begin` to `end`, into `out [rows, end - begin]`."""
-    tl.store(out + row * (end - begin) + column - begin, y, mask=here & (column >= begin) & (column < end))
+def store_part(out, y, first_row, first_col, row, col, begin, end, here):
+    """The columns of the tile y from `begin` to `end`, into `out [rows, end - begin]`. Offsets within a tile are of 32
+    bits: of 64 they take the registers of a tile of 128 x 128."""
+    low, high, width = (begin - first_col).to(tl.int32), (end - first_col).to(tl.int32), end - begin
+    inside = here & ((col >= low) & (col < high))[None, :]
+    tl.store(out + (first_row * width - low) + (row[:, None] * width + col[None, :]), y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -119,10 +122,9 @@ def linear(
         beside_at = beside + first_row * b_row + first_col + row[:, None] * b_row + col[None, :]
         y = (y.to(tl.float32) + tl.load(beside_at, mask=here, other=0.0).to(tl.float32)).to(y.dtype)
     if SEVERAL:
-        token, column = (first_row + row)[:, None], (first_col + col)[None, :]
-        store_part(out, y, token, column, 0, ends, here)
-        store_part(second, y, token, column, ends, ends_second, here)
-        store_part(third, y, token, column, ends_second, columns, here)
+        store_part(out, y, first_row, first_col, row, col, 0, ends, here)
+        store_part(second, y, first_row, first_col, row, col, ends, ends_second, here)
+        store_part(third, y, first_row, first_col, row, col, ends_second, columns, here)
     else:
         tl.store(out + first_row * o_row + first_col + row[:, None] * o_row + col[None, :], y, mask=here)
 

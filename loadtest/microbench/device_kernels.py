@@ -2,7 +2,8 @@
 a GPU.
 
 Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products
-with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch. Then a
+with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch; what
+grammars forbid with xgrammar on CPU. A token's bits in attention are compared alone and in a chunk. Then a
 tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent layers against
 transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
 """
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,8 +24,9 @@ import typer
 from torch import nn
 
 from engine.attention import paged
+from engine.attention.forward_context import Batch, Step
 from engine.core.engine_config import EngineConfig
-from engine.decoding import sampler
+from engine.decoding import sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, kernel_choice, layers
 from engine.kernels import weight_quantization
@@ -32,6 +35,7 @@ from engine.loading import state_probe
 from engine.loading.model_loader import load_model
 from engine.runner import recurrences
 from engine.runner.mixers import Mixers
+from engine.runner.model_runner import KvDtype
 from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
 from loadtest.microbench.recurrence import LAYERS, model_of
 
@@ -67,6 +71,41 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
     return _line(problem, "equal within roundings")
 
 
+def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
+    """A token alone and in a chunk: tiles of two shapes, whose tensor-core instructions differ from Hopper on."""
+    from engine.gpu.paged_attention import TritonAttention  # as above
+
+    done, new, generator = 690, 10, torch.Generator(device).manual_seed(0)
+    table = list(range(-(-(done + new) // BLOCK_SIZE)))
+    whole = Batch()
+    whole.add([0] * new, done, table)
+    pages, _ = kernel_choice.random_pages(fact, len(table), (dtype, kept), BLOCK_SIZE, generator, whole)
+    query = torch.randn(new, fact.heads, fact.k_dim, generator=generator, device=device).to(dtype)
+    sinks = torch.randn(fact.heads, generator=generator, device=device) if fact.sinks else None
+    found = []
+    for first in (0, new - 1):
+        batch = Batch()
+        batch.add([0] * (new - first), done + first, table)
+        step, scales = Step(batch, pages, (fact,), device), (pages.k_scales[0], pages.v_scales[0])
+        kernel = TritonAttention(LONGEST)
+        found.append(kernel.attend(query[first:], pages.k[0], pages.v[0], scales, step, fact, sinks)[-1])
+    return _line(
+        None if torch.equal(*found) else "other bits alone than in a chunk", "a token has the same bits in both"
+    )
+
+
+def grammars(device: torch.device) -> str:
+    """What they forbid, against xgrammar's operator for CPU."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 4001), generator=generator, dtype=torch.int32)
+    logits = torch.randn(3, 128_001, generator=generator)
+    ours = logits.to(device)
+    masks: Any = SimpleNamespace(bits=bits, rows=[0, 2])
+    for each in (logits, ours):
+        structured_output.apply(each, masks)
+    return _line(None if torch.equal(ours.cpu(), logits) else "other tokens are forbidden", "the same tokens forbidden")
+
+
 def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
     """In plain elements."""
     line = layers.adopt(nn.Sequential(nn.Linear(k, n, dtype=dtype, device=device)))
@@ -84,12 +123,12 @@ def codes(device: torch.device, format: str, group: int) -> str:
     return "equal within roundings, and a row to itself"
 
 
-def family(device: torch.device, name: str, dtype: torch.dtype) -> str:
+def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> str:
     """Loads, checks itself, captures."""
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         own = make_checkpoint(Path(folder) / name, f"tiny-{name}", dtype=str(dtype).removeprefix("torch."))
-        model = load_model(str(own), dtype=dtype, device=device, progress=lines.append)
+        model = load_model(str(own), dtype=dtype, device=device, kv_dtype=kv_dtype, progress=lines.append)
     engine = Engine(
         model, EngineConfig(num_blocks=256, block_size=16, token_budget=64, max_running=8, spare_block=True)
     )
@@ -122,7 +161,11 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     for format, group in CODES:
         yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
+    yield "grammars", partial(grammars, device)
     for fact in calls():
+        for kept, pages in PAGES.items():
+            name = f"bits of attention {fact.heads}/{fact.kv_heads} x {fact.k_dim}, {fact.reach}{pages}"
+            yield name, partial(attention_bits, device, fact, torch.bfloat16, kept)
         for dtype in (torch.bfloat16, torch.float32):
             for kept, pages in PAGES.items():
                 more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
@@ -132,6 +175,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
         yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)
+    yield "family llama, int8 pages", partial(family, device, "llama", torch.bfloat16, "int8")
 
 
 def _line(problem: str | None, right: str) -> str:

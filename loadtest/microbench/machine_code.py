@@ -2,7 +2,8 @@
 
 Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
 Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores,
-or would be compiled again while requests run.
+adds in an order that follows from the shape of its tile though it has several, or would be compiled again while
+requests run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, SlidingWindowS
 from loadtest.harness.options import numbers
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
+SUM = r'"tt.reduce"[^\n]*\n(?:\s*\^bb0[^\n]*\n)?\s*%\S+ = arith\.add'
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
 CHANGING = ("rows", "tokens", "apart", "x_sequence", "table_row", "t_part")  # parameters that differ from step to step
 GROUP = 4  # query heads of a KV head
@@ -38,6 +40,7 @@ POINTERS = {
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
 }
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+KEPT = {"": (None, ""), "int8": (torch.int8, "*i8"), "fp8": (torch.float8_e4m3fn, "*u8")}  # elements of pages
 PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
 # dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
 DELTAS = ((128, 128, False), (128, 128, True), (64, 128, False), (192, 256, False), (256, 256, True))
@@ -76,7 +79,8 @@ class Code:
     stack: int  # bytes of a thread: spilled registers
     shared: int  # bytes of a thread block
     tensor_cores: int  # instructions
-    products: bool = True  # it has matrix products, so it must use tensor cores
+    products: bool = True  # it has matrix products, in tiles of several shapes, so it must use tensor cores
+    sums: int = 0  # along a dimension of a tile, in an order that follows from the tile's shape
 
     @property
     def problem(self) -> str:
@@ -85,23 +89,37 @@ class Code:
             return f"{self.stack} bytes of a thread are spilled"
         if self.shared > SHARED_KIB[self.architecture] * 1024:
             return f"more shared memory than {SHARED_KIB[self.architecture]} KiB"
+        if self.products and self.sums:
+            return "sums whose order follows from the shape of a tile"
         return "no tensor cores" if self.products and not self.tensor_cores else ""
 
 
-def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool = False, window: int = 0) -> Code:
-    """The attention kernel for sequences with a single query, or for the others."""
+def attention(
+    architecture: int,
+    head_dim: int,
+    *,
+    single: bool,
+    kept: str = "",
+    window: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Code:
+    """The attention kernel for sequences with a single query, or for the others; `kept`: the type of quantised KV."""
     from engine.gpu import attention_kernels, paged_attention
 
     reach = SlidingWindowSpec(window) if window else FullAttentionSpec()
     facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
-    tiling = paged_attention.Tiling.of(facts)
-    fixed = paged_attention.constants(facts, 16, SPLIT_KEYS, quantised, torch.bfloat16)
+    tiling = paged_attention.Tiling.of(facts, dtype)
+    elements, pointer = KEPT[kept]
+    fixed = paged_attention.constants(facts, 16, SPLIT_KEYS, elements, dtype)
     own = {"ROWS": tiling.rows_of_one if single else tiling.rows, "SINKS": False, "PARALLEL": single}
-    types = POINTERS | ({"out": "*fp32"} if single else {})
-    types |= {"k_pages": "*i8", "v_pages": "*i8"} if quantised else {}
+    types = POINTERS | dict.fromkeys(("query", "k_pages", "v_pages", "out", "sinks"), NAMES[dtype])
+    types |= {"out": "*fp32"} if single else {}
+    types |= dict.fromkeys(("k_pages", "v_pages"), pointer) if kept else {}
     options = {"num_warps": tiling.warps_of_one if single else tiling.warps, "num_stages": tiling.stages}
-    name = f"attend {head_dim}{', int8 KV' if quantised else ''}{', window' if window else ''}"
-    return compiled(
+    options |= {"maxnreg": paged_attention.MOST_REGISTERS} if single and fixed["FP8"] else {}
+    what = [f", {kept} KV" if kept else "", ", window" if window else "", ", float32" if dtype == torch.float32 else ""]
+    name = f"attend {head_dim}{''.join(what)}"
+    code = compiled(
         f"{name}, {'one query' if single else 'prompts'}",
         attention_kernels.attend,
         fixed | own,
@@ -109,26 +127,35 @@ def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool
         architecture,
         options,
     )
+    return replace(code, products=dtype != torch.float32)
 
 
 def product(
-    architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16, format: str = ""
+    architecture: int,
+    n: int,
+    k: int,
+    *,
+    few: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    format: str = "",
+    several: bool = False,
 ) -> Code:
-    """A layer's product in a step of few rows, or in a larger one; `format` of quantised weights, int4 in groups."""
+    """A layer's product in a step of few rows, or in a larger one, with a residual; or `several` layers' without one.
+    `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
     depth = {"": None, "int4": 32}.get(format, 64)
     tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
-    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": True}
+    fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": not several}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
-    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": not format}
+    fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": several}
     own = NAMES[dtype]
     types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
     types |= {"scales": "*fp32", "zeros": "*u8"}
     types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
-    what = f", {format or 'float32'}" if format or dtype == torch.float32 else ""
+    what = f", {format or 'float32'}" if format or dtype == torch.float32 else ", of several" if several else ""
     name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
     code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
@@ -249,7 +276,8 @@ def compiled(
         raise SystemExit(f"cuobjdump of this version reports resources in another form: {usage[:200]!r}")
     registers, stack, local = map(int, found.groups())
     tensor_cores = len(re.findall(TENSOR_CORES, code))
-    return Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
+    sums = len(re.findall(SUM, made.asm["ttgir"]))
+    return Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores, sums=sums)
 
 
 def main(
@@ -277,11 +305,14 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
             for single in (True, False):
                 yield attention(architecture, dim, single=single)
                 if variants:
-                    yield attention(architecture, dim, single=single, quantised=True)
+                    yield attention(architecture, dim, single=single, kept="int8")
+                    yield attention(architecture, dim, single=single, kept="fp8")
+                    yield attention(architecture, dim, single=single, dtype=torch.float32)
                     yield attention(architecture, dim, single=single, window=4096)
         for n, k in PRODUCTS if variants else PRODUCTS[:1]:
             for few in (True, False):
                 yield product(architecture, n, k, few=few)
+                yield product(architecture, n, k, few=few, several=True)
         if variants:
             for few in (True, False):
                 yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)

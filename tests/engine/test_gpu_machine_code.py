@@ -15,13 +15,25 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 ROOT = Path(__file__).parents[2]
 
 
-def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
-    """For Ampere and Hopper, of the most common head size; the command checks the others. In a process of its own: the
-    interpreter replaces the compiler where it is asked for."""
+TIGHT = """
+import torch
+from loadtest.microbench.machine_code import attention, product
+for code in (
+    product(100, 4096, 4096, few=False, several=True),
+    attention(89, 512, single=False),
+    attention(89, 512, single=False, dtype=torch.float32),
+    attention(90, 256, single=True, dtype=torch.float32),
+    attention(80, 128, single=False, kept="fp8"),
+):
+    print(code.kernel, code.architecture, code.problem)
+"""
+
+
+def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own: the interpreter replaces the compiler where it is asked for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "loadtest", "machine-code", "--architectures", "80,90", "--dims", "128"]
-    done = subprocess.run(
-        [*command, "--no-variants"],
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -29,13 +41,26 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
         timeout=120,
         check=False,
     )
+
+
+def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
+    """For Ampere and Hopper, of the most common head size; the command checks the others."""
+    done = compiling("-m", "loadtest", "machine-code", "--architectures", "80,90", "--dims", "128", "--no-variants")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 4
-    assert done.stdout.count("product 4096 x 4096") == 4
+    assert done.stdout.count("product 4096 x 4096") == 8  # and of several layers
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 2
     assert done.stdout.count("gated") == 4  # gates, and the delta rule
     assert done.stdout.count("digest") == done.stdout.count("sampling") == 2
     assert {done.stdout.count(one) for one in ("delta 128 x 128", "scan", "short convolution")} == {4}
+
+
+def test_the_tightest_tiles_fit() -> None:
+    """Several layers' product with a bias on Blackwell, the largest heads with least shared memory, float32 without
+    tensor cores, and fp8 pages where the processor has no fp8."""
+    done = compiling("-c", TIGHT)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["100", "89", "89", "90", "80"], done.stdout
 
 
 @pytest.mark.parametrize(
@@ -45,9 +70,10 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
         (Code("k", 80, 255, 8, 20_000, 16), "spilled"),
         (Code("k", 89, 90, 0, 100 * 1024, 16), "shared memory"),
         (Code("k", 90, 90, 0, 20_000, 0), "tensor cores"),
+        (Code("k", 90, 90, 0, 20_000, 16, sums=1), "order"),
     ],
 )
 def test_control_each_problem_is_one(code: Code, problem: str) -> None:
-    """A stack, too much shared memory, no tensor cores."""
+    """A stack, too much shared memory, no tensor cores, sums that no product makes."""
     assert problem in code.problem
     assert bool(code.problem) == bool(problem)

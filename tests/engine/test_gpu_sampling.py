@@ -4,16 +4,17 @@ run it; the machine code is in test_gpu_machine_code.py."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
+from engine.decoding import structured_output
 from engine.decoding.sampler import _numbers, _sample, kernel_problem, uniform
 from engine.gpu import sampling as gpu
 from tandem.sampling import Sampling
@@ -142,7 +143,8 @@ def test_grammars_forbid_the_same_tokens_on_a_gpu(vocab: int) -> None:
     bits[1] = -1
     logits = torch.randn(5, vocab, generator=generator)
     expected = logits.clone()
-    xgrammar.apply_token_bitmask_inplace(expected, bits, vocab_size=vocab, indices=[1, 2, 4])
+    masks: Any = SimpleNamespace(bits=bits, rows=[1, 2, 4])
+    structured_output.apply(expected, masks)  # by xgrammar
     gpu.forbid(logits, bits, [1, 2, 4])
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any()

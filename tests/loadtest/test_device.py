@@ -114,4 +114,4 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 4
-    assert len(names) == len(set(names)) == 7 + len(list(device_kernels.calls())) * 2 * 3 + 2 * 3 + 6
+    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6
