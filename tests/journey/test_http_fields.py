@@ -216,6 +216,46 @@ async def test_the_gap_between_prompt_and_suffix_is_filled(door: Any, tmp_path: 
             assert (await it.complete(prompt=by_hand, **bias))["choices"][0]["finish_reason"] == "length", "the control"
 
 
+async def test_the_space_between_prompt_and_answer_is_kept(door: Any, tmp_path: Path) -> None:
+    """By a tokenizer that takes the space from a text's first word, as Llama 2's does: whole, streamed, echoed, token
+    by token, and where the model goes on with its own message."""
+    folder = edited(tmp_path / "model")
+    about = json.loads((folder / "tokenizer.json").read_text())
+    about["decoder"] = {
+        "type": "Sequence",
+        "decoders": [about["decoder"], {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(about))
+    async with door(model=str(folder)) as it:
+        whole = (await it.complete(max_tokens=8, logprobs=0))["choices"][0]
+        assert whole["text"] == "".join(whole["logprobs"]["tokens"]) == " the test isn't in the test"
+        assert (await it.complete(max_tokens=8, echo=True))["choices"][0]["text"] == PROMPT + whole["text"]
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "stream": True}
+        lines = (await it.raw.post("/v1/completions", json=body)).text.splitlines()
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+        begun = [*CHAT, {"role": "assistant", "content": "Pop the"}]
+        body = {"messages": begun, "temperature": 0, "max_tokens": 8, "continue_final_message": True}
+        answer = (await it.raw.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
+        assert answer.startswith(" ")
+
+
+async def test_the_bytes_of_tokens_join_to_letters(door: Any) -> None:
+    """Of a letter that is several tokens each token has its own bytes, as clients need that put it together."""
+    async with door() as it:
+        ids = await it.ids("\N{GRINNING FACE}")
+        assert len(ids) == 4
+        options = {"temperature": 0, "allowed_token_ids": ids}
+        body = {"messages": CHAT, "max_tokens": 9, "logprobs": True, "top_logprobs": 1, **options}
+        choice = (await it.raw.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        body = {"input": "x", "max_output_tokens": 9, "top_logprobs": 1, "store": False, **options}
+        part = (await it.raw.post("/v1/responses", json=body)).json()["output"][0]["content"][0]
+        of_chat = choice["message"]["content"], choice["logprobs"]["content"]
+        for text, scores in (of_chat, (part["text"], part["logprobs"])):
+            assert [len(one["bytes"]) for one in scores] == [1] * 9
+            assert bytes(byte for one in scores for byte in one["bytes"]).decode(errors="replace") == text
+
+
 # ---- sampling
 
 

@@ -108,6 +108,43 @@ def test_any_tokens_with_byte_fallback_are_an_answer(kind: str, ids: list[int], 
         assert found == whole
 
 
+@pytest.mark.parametrize("kind", ["bytes", *FALLBACK])
+@given(st.text(alphabet=" ab\N{SNOWMAN}\n\u00e9\N{GRINNING FACE}", max_size=30), st.integers(0, 30))
+@example("ab ab", 1)
+@example("a\N{REPLACEMENT CHARACTER} ab", 4)
+def test_an_answer_goes_on_from_its_prompt(kind: str, text: str, cut: int) -> None:
+    """Prompt and answer together are the text of all tokens, the space between them included."""
+    tokenizer = FALLBACK.get(kind, TEXT)
+    ids = tokenizer.encode(text)
+    prompt, answer = ids[:cut], ids[cut:]
+    before, after = tokenizer.decode(prompt), tokenizer.decode(answer)
+    if f"{before}{after}".count(REPLACEMENT) > text.count(REPLACEMENT):
+        return  # cut within a code point
+    stream = Detokenizer(tokenizer, prompt=prompt)
+    assert before + "".join(stream.push([one]) for one in answer) + stream.finish() == tokenizer.decode(ids)
+
+
+def test_without_its_prompt_an_answer_loses_its_first_space() -> None:
+    """The control, and what an answer to a prompt of special tokens alone is."""
+    text = FALLBACK["llama"]
+    assert text.backend is not None
+    word, begin = text.backend.token_to_id("\u2581ab"), text.backend.token_to_id("<s>")
+    for prompt, shown in (([], "ab"), ([begin], "ab"), ([word], " ab"), ([begin, word, 10**6, begin], " ab")):
+        assert Detokenizer(text, prompt=prompt).push([word]) == shown
+
+
+@pytest.mark.parametrize("kind", ["bytes", *FALLBACK])
+@given(st.text(alphabet=" ab\N{SNOWMAN}\n\u00e9\N{REPLACEMENT CHARACTER}\N{GRINNING FACE}", max_size=30))
+def test_single_tokens_are_together_the_text(kind: str, text: str) -> None:
+    """With their spaces; the bytes of those that are parts of a code point are the bytes of the code point."""
+    tokenizer = FALLBACK.get(kind, TEXT)
+    ids = tokenizer.encode(text)
+    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert whole in (text, f" {text}")  # llama's words all have a space before them
+    names = "".join(map(tokenizer.token, ids))
+    assert names == whole or REPLACEMENT in names
+
+
 def test_special_tokens_between_words_change_nothing() -> None:
     """They are not shown, and the space before the word behind them is."""
     text = FALLBACK["llama"]

@@ -6,12 +6,11 @@ import codecs
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from services.router.preprocess.tokenizer import Tokenizer
+from services.router.preprocess.tokenizer import REPLACEMENT, Tokenizer
 
 # Tokens that stay in a window: an incomplete code point has up to three bytes, so it is in the last three.
 CONTEXT_TOKENS = 4
 MAX_WINDOW_TOKENS = 12
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
@@ -26,21 +25,37 @@ class Detokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer, markers: Collection[int] = (), *, special: bool = False) -> None:
-        """`markers`: special tokens that are shown although they are special. `special`: all are."""
+    def __init__(
+        self, tokenizer: Tokenizer, markers: Collection[int] = (), *, special: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """`markers`: special tokens that are shown although they are special. `special`: all are. `prompt`: the tokens
+        that the text goes on from. Decoders such as Llama 2's take the space from the first word of a text, and the
+        answer's first word is none."""
         self._tokenizer = tokenizer
         self._markers = markers
         self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = ""  # the part of the window's text that was returned
+        if tokenizer.backend is not None:
+            self._follow(prompt[-CONTEXT_TOKENS:])
+
+    def _follow(self, last: Sequence[int]) -> None:
+        """Begins behind these tokens, unless they end within a code point, which the next token would change."""
+        self._window = self._visible(last)
+        self._shown = self._decode()
+        if self._shown.endswith(REPLACEMENT) and not self._tokenizer.bytes:
+            self._window, self._shown = [], ""
+
+    def _visible(self, ids: Sequence[int]) -> list[int]:
+        can_be = self._tokenizer.known if self._special else self._tokenizer.shown
+        return [token for token in ids if token < len(can_be) and (can_be[token] or token in self._markers)]
 
     def push(self, ids: Sequence[int]) -> str:
         if self._tokenizer.backend is None:
             return ""
-        can_be = self._tokenizer.known if self._special else self._tokenizer.shown
         of_bytes = self._tokenizer.bytes
-        shown = [token for token in ids if token < len(can_be) and (can_be[token] or token in self._markers)]
+        shown = self._visible(ids)
         if not of_bytes:
             return self._of_words(shown) if shown else ""
         text = ""

@@ -61,7 +61,9 @@ class RequestExecutor:
         self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
     ) -> Completion:
         markers = self._tokenizer.marker_ids if request.reading else ()
-        reader = OutputReader(Detokenizer(self._tokenizer, markers, special=request.show_special), request)
+        prompt = request.tokens[: request.prompt_len]
+        detokenizer = Detokenizer(self._tokenizer, markers, special=request.show_special, prompt=prompt)
+        reader = OutputReader(detokenizer, request)
         return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])
 
 

@@ -20,6 +20,12 @@ UNCHECKED_BYTES = 4
 PIECE_CHARACTERS = 16 * 1024  # characters that are counted at once
 MAX_CUT_TOKENS = 256  # by which a piece may have more tokens than its part of the whole text, because it was cut
 MAX_COMPOSED = 4  # characters that a normalizer may compose into one
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# The letters that stand for bytes in the names of byte-level tokens (GPT-2's): printable ones for themselves, the
+# others in their order from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -50,6 +56,7 @@ class Tokenizer:
             self.known = bytes(self.shown)  # by id: whether there is such a token
             for token, added in backend.get_added_tokens_decoder().items():
                 self.shown[token] = not added.special
+            self._byte_level = _decodes(backend, "ByteLevel")
             self.bytes = _bytes(backend)
             self.marker_ids = frozenset(
                 token
@@ -115,8 +122,21 @@ class Tokenizer:
         if self.backend is None:
             return f"token_id:{token_id}"
         if (text := self._texts.get(token_id)) is None:
-            text = self._texts[token_id] = self.decode([token_id])
+            text = self.decode([token_id])
+            if self.decode([token_id, token_id]) == f"{text} {text}":  # the space that a first word loses
+                text = f" {text}"
+            self._texts[token_id] = text
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of one token; of a part of a code point its own bytes, which clients join to the whole."""
+        text = self.token(token_id)
+        if self.backend is None or REPLACEMENT not in text:
+            return text.encode()
+        if token_id in self.bytes:
+            return bytes([self.bytes[token_id]])
+        name = (self.backend.id_to_token(token_id) or "") if self._byte_level else ""
+        return bytes(map(BYTE_OF.__getitem__, name)) if name and BYTE_OF.keys() >= {*name} else text.encode()
 
     def spellings(self, word: str) -> list[list[int]]:
         """The tokens that spell the word at the beginning of a text, and those after a space. Spaces before the word do
@@ -171,9 +191,14 @@ class Tokenizer:
         return self.backend
 
 
+def _decodes(tokenizer: tokenizers.Tokenizer, by: str) -> bool:
+    """Whether its decoder has a step of this kind."""
+    return tokenizer.decoder is not None and f'"{by}"'.encode() in tokenizer.decoder.__getstate__()
+
+
 def _bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
     """The tokens that are a byte each where the decoder has byte fallback, as in Llama 2, Mistral and Gemma."""
-    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
+    if not _decodes(tokenizer, "ByteFallback"):
         return {}
     ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     return {token: byte for token, byte in ids.items() if token is not None}

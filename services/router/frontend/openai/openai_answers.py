@@ -370,8 +370,7 @@ class ChatAnswer(Answer):
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
 
     def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
 
 
 def answer(

@@ -186,8 +186,8 @@ class ResponsesAnswer:
         return {**self._one(token, chosen), "top_logprobs": [self._one(*likely) for likely in top.items()]}
 
     def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text, encoded = self._tokenizer.token(token), self._tokenizer.token_bytes(token)
+        return {"token": text, "logprob": logprob, "bytes": list(encoded)}
 
     # ---- the response object and its events
 
