@@ -127,6 +127,15 @@ def test_whatever_json_means_it_means_here(fields: dict[str, Any], piece: int, a
         json_limits.PIECE_BYTES = before
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e309", "[2.5e400]"])
+def test_a_number_that_json_cannot_show_again_is_refused(number: str) -> None:
+    """A response repeats the tools of its request, and Infinity in them would be no JSON."""
+    assert json_body.read(b'{"tools": 1e308}') == {"tools": 1e308}
+    with pytest.raises(InvalidRequest) as refused:
+        json_body.read(f'{{"tools": {number}}}'.encode())
+    assert refused.value.field == "body"
+
+
 @given(st.text(alphabet='a\\"[]{},0', max_size=60), st.integers(1, 10))
 def test_text_is_never_taken_for_structure(text: str, piece: int) -> None:
     """Whatever a string holds, it counts as one."""

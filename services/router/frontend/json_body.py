@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isinf
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,7 +20,11 @@ def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
     json_limits.check(body, most_numbers)
     try:
         value = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer
+            body.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_int=_integer,
+            parse_float=_float,
         )
     except UnicodeDecodeError as error:
         raise wrong("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
@@ -51,6 +56,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(digits: str) -> int:
     """A Python function instead of int: between two calls of it, json.loads lets other threads run."""
     return int(digits)
+
+
+def _float(digits: str) -> float:
+    """Refuses what would be infinite: a response, which repeats its request, could not show it in JSON."""
+    value = float(digits)
+    if isinf(value):
+        raise wrong("body", "a number that is too large", "of numbers that a double holds")
+    return value
 
 
 def _constant(name: str) -> None:
