@@ -142,6 +142,30 @@ async def test_a_body_that_nobody_reads_is_not_taken_for_ever(served: Any) -> No
         dripping.cancel()
 
 
+@pytest.mark.parametrize(
+    ("chunk", "status"),
+    [
+        (b"%x\r\n%s\r\n" % (200, b"x" * 200), b"200"),
+        (b"%x\r\n%s\r\n" % (5000, b"x" * 5000), b"200"),
+        (b"1\r\nx\r\n", b"400"),
+        (b"c8;name=value\r\n%s\r\n" % (b"x" * 200), b"400"),
+    ],
+)
+async def test_the_framing_of_a_body_in_chunks_is_no_head(served: Any, chunk: bytes, status: bytes) -> None:
+    """However many chunks it has, as of a client that sends a file line by line; unless it is mostly framing, or there
+    is more in it than the sizes."""
+    async with served(MAX_HEAD_BYTES=1024) as (_, connect):
+        reader, writer = await connect()
+        writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(400):
+            writer.write(chunk)
+        await writer.drain()
+        if status == b"200":
+            writer.write(b"0\r\n\r\n")
+        async with asyncio.timeout(SOON_S):
+            assert (await reader.readline()).split()[1] == status
+
+
 async def test_a_client_that_does_not_read_is_hung_up_on(served: Any) -> None:
     """Its answer is longer than what the system buffers; without the bound its request would never end."""
     async with served(WRITE_TIMEOUT_S=0.3) as (server, connect):

@@ -36,6 +36,7 @@ from tandem.tasks import end, once
 log = structlog.get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+MIN_CHUNK_BYTES = 128  # the framing of smaller chunks counts as head: a body must not be mostly framing
 HEADERS_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that no connection closes during a new request
 DISCARD_TIMEOUT_S = 5.0
@@ -93,6 +94,7 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._all = connections
         self._head_bytes = 0  # of this request, trailers included
+        self._chunk_bytes = 0  # of the body's chunk that has begun
         self._waits = False  # for the first byte of a request
         self._request_complete = True  # no part of a request is missing
         self._timer: asyncio.TimerHandle | None = None
@@ -135,10 +137,17 @@ class _Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._head_bytes -= len(body)
+        self._chunk_bytes += len(body)
+
+    def on_chunk_complete(self) -> None:
+        """httptools calls it if there is one."""
+        size, self._chunk_bytes = self._chunk_bytes, 0
+        if size >= MIN_CHUNK_BYTES:
+            self._head_bytes -= len(f"{size:x}\r\n\r\n")
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._head_bytes, self._request_complete = 0, True
+        self._head_bytes, self._chunk_bytes, self._request_complete = 0, 0, True
         if self.cycle.response_complete:  # the rest of a discarded body has arrived
             self._idle()
 
