@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.router.frontend import json_body
 from services.router.frontend.json_body import Kind, encode
-from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64, List, Sampled, to_bytes
+from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64, List, NotServed, Sampled, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
@@ -58,7 +58,7 @@ CHAT_FIELDS = {
 
 # Fields that are not supported, with the values that have no effect. Other unknown fields are ignored, as OpenAI's own
 # servers do; ignoring one of these would change the answer.
-NOT_SERVED: dict[str, tuple[object, ...]] = {
+NOT_SERVED: NotServed = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "truncate_prompt_tokens": (),
@@ -66,6 +66,12 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": (),
     "kv_transfer_params": (),
+    "web_search_options": (),
+    "moderation": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "logprob_token_ids": ([],),
+    "watermarking": (False,),
 }
 
 
@@ -86,6 +92,7 @@ class Completions(Sampled):
 
     default_max_tokens: ClassVar[int] = DEFAULT_COMPLETION_TOKENS
     input_name: ClassVar[str] = "prompt"
+    not_served: ClassVar[NotServed] = {"add_special_tokens": (True,)}
 
     @classmethod
     def most_numbers(cls, context: int) -> int:
@@ -152,6 +159,7 @@ class Chat(Sampled):
 
     default_max_tokens: ClassVar[int] = REST_OF_CONTEXT
     input_name: ClassVar[str] = "messages"
+    not_served: ClassVar[NotServed] = {"add_special_tokens": (False,), "echo": (False,)}
 
     def sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
         params = super().sampling(defaults)
@@ -195,7 +203,9 @@ class Chat(Sampled):
         return variables | (self.chat_template_kwargs or {})
 
     def named(self, error: TandemError) -> TandemError:
-        for ours, theirs in CHAT_FIELDS.items():
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        own = {"sampling.max_tokens": limit, "sampling.logprobs": "top_logprobs"}
+        for ours, theirs in (CHAT_FIELDS | own).items():
             if error.field is not None and (error.field == ours or error.field.startswith(f"{ours}.")):
                 error.message = error.message.replace(ours, theirs)
                 error.field = theirs + error.field.removeprefix(ours)
@@ -244,13 +254,13 @@ def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kin
     """Parses a body. Raises InvalidRequest for the first error; the message contains none of the body's content."""
     fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
-        _check_fields(fields)
+        _check_fields(fields, NOT_SERVED | kind.not_served)
     return json_body.validated(fields, kind)
 
 
-def _check_fields(fields: dict[str, Any]) -> None:
+def _check_fields(fields: dict[str, Any], not_served: NotServed) -> None:
     """Refuses unsupported fields, and lists that are too long before their items are parsed."""
-    for name, harmless in NOT_SERVED.items():
+    for name, harmless in not_served.items():
         if (value := fields.get(name)) is not None and value not in harmless:
             bound = " or ".join(["absent", *map(encode, harmless)])
             raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)

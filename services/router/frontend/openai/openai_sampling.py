@@ -20,6 +20,7 @@ from tandem.sampling import NUMBERS
 from tandem.v1 import common_pb2, sampling_pb2
 
 GRAMMAR_FIELD = "sampling.grammar"
+NotServed = dict[str, tuple[object, ...]]  # fields that are not supported, each with the values that have no effect
 
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item
@@ -93,6 +94,7 @@ class Sampled(Numbers, ABC):
 
     default_max_tokens: ClassVar[int]
     input_name: ClassVar[str]
+    not_served: ClassVar[NotServed] = {}  # by this endpoint; openai_protocol.NOT_SERVED has those of all
 
     @classmethod
     def most_numbers(cls, context: int) -> int:
