@@ -314,3 +314,20 @@ async def test_a_record_counts_blocks_that_preempted_streams_wait_for_as_held(
         for owed in (0, 7, 10_000):
             monkeypatch.setattr(Scheduler, "owed", owed)
             assert worker.record().blocks_held == min(worker.engine.pool.held + owed, worker.engine.pool.total)
+
+
+@pytest.mark.parametrize(("role", "prompt", "new"), [("decode", 20, 120), ("prefill", 150, 12)])
+async def test_what_is_too_large_for_one_worker_is_served_by_another(
+    inside: Any, tiny: Path, role: str, prompt: int, new: int
+) -> None:
+    """While workers with a longer context replace others, some of a pool hold less than a request may need."""
+    tokens = oracle.prompts(tiny, [prompt])[0]
+    expected = oracle.greedy(tiny, tokens, new)
+    async with inside() as cluster:
+        cluster.settings = cluster.settings.model_copy(update={"max_model_len": 128, "kv_blocks": 16})
+        await cluster.start_worker(f"{role}-1")
+        await cluster.seen(3)
+        answers = await asyncio.gather(*(cluster.client.generate(tokens, max_tokens=new) for _ in range(4)))
+        assert [answer.token_ids for answer in answers] == [expected] * 4
+        assert {getattr(answer.receipt, f"{role}_worker") for answer in answers} == {f"{role}-0"}
+        assert await cluster.ledgers_balance()

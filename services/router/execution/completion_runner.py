@@ -29,6 +29,7 @@ from tandem.errors import (
     ResumeFailed,
     StepFailed,
     TandemError,
+    TooLarge,
     Unavailable,
     WorkerLost,
 )
@@ -39,8 +40,9 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/remote_prefill.py)
-# Likewise, of a worker that serves others and not this request: it has not its adapter, or compiles no grammar now.
-UNSUITED = ("OTHER_ADAPTER", "GRAMMARS_STUCK", "PREFILL_GRAMMARS_STUCK")
+# Likewise, of a worker that serves others and not this request: it has not its adapter, compiles no grammar now, or is
+# too small.
+UNSUITED = ("OTHER_ADAPTER", "GRAMMARS_STUCK", "PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE")
 
 
 class CompletionRunner:
@@ -100,6 +102,10 @@ class CompletionRunner:
             try:
                 with _attempt_span(timeline, placement) as span:
                     await self._attempt(completion, placement, deadline, span, alone)
+            except TooLarge as error:
+                _asks_another(request, placement, error)
+                timeline.refused()
+                return
             except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
                 if isinstance(error, Busy) and error.reason not in UNSUITED:
                     self._scheduler.rejected(placement)
@@ -172,6 +178,15 @@ class CompletionRunner:
                 scheduler.suspect(prefill)
         elif isinstance(error, Unavailable):
             scheduler.suspect(placement.decode)
+
+
+def _asks_another(request: Request, placement: Placement, error: TooLarge) -> None:
+    """A worker with a longer context may hold what is too large for this one. One that is asked again is the only one.
+    Raises the error if it is, or if it is another."""
+    decode = placement.decode.identity
+    if error.reason != TooLarge.default_reason or decode in request.unsuited:
+        raise error
+    request.unsuited.add(decode)
 
 
 def _decode_request(request: Request, placement: Placement, attempt: int, alone: bool) -> decode_pb2.DecodeRequest:
