@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter
 
 from services.router.answer.part_messages import put_parts
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
-from services.router.frontend.openai import openai_protocol
+from services.router.frontend.openai import openai_protocol, responses_answer
 from services.router.frontend.openai.responses_answer import Keep, ResponsesAnswer
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import opened
@@ -312,6 +313,29 @@ def scored(parts: list[Part], tokens: int) -> generation_pb2.GenerateResponse:
     one.delta.logprobs.top_ids.extend([66, 67] * tokens)
     one.delta.logprobs.top.extend([-0.5, -2.0] * tokens)
     return one
+
+
+@pytest.mark.parametrize("parts", [[Text("A")], []], ids=["text", "tokens without text"])
+async def test_twice_as_many_log_probabilities_cost_twice_as_much(
+    parts: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 8,000 tokens, 16 MB, are put together once: to copy them for each token took up to 36 s of the event
+    loop."""
+
+    async def written(*_: Any) -> str:
+        return f'{{"token":"{"A" * 2000}"}}'
+
+    monkeypatch.setattr(responses_answer, "joined_json", written)
+    started, last = events([])
+
+    async def made() -> AsyncIterator[tuple[int, Any]]:
+        for event in (started, *[scored(parts, 1)] * 8000, last):
+            yield 0, event
+
+    began = thread_time()
+    whole = await answer(top_logprobs=2).collect(made())  # type: ignore[arg-type]
+    assert thread_time() - began < 2.0
+    assert len(json.loads(whole)["output"][0]["content"][0]["logprobs"]) == 8000
 
 
 async def test_log_probabilities_are_those_of_the_text() -> None:

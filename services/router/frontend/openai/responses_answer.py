@@ -58,7 +58,7 @@ class ResponsesAnswer:
         self._sequence = 0  # of the next event
         self._items: list[OutputItem] = []
         self._ended: list[str] = []  # JSON of the items that have ended; at most the last one has not
-        self._scores = ""  # log probabilities of tokens whose text has not come yet
+        self._scores: list[str] = []  # log probabilities of tokens whose text has not come yet
         self._prompt_tokens = self._tokens = 0
         self._receipt = generation_pb2.Receipt()
 
@@ -141,7 +141,7 @@ class ResponsesAnswer:
         item.add(more)
         if isinstance(item, MessageItem):
             item.score(self._scores)
-            self._scores = ""
+            self._scores = []
         return self._about(item, item.grown(more)) if self._streams else ""
 
     def _turn_to(self, item: OutputItem) -> str:
@@ -159,7 +159,7 @@ class ResponsesAnswer:
         item = self._items[-1]
         if isinstance(item, MessageItem):
             item.score(self._scores)
-        self._scores = ""
+        self._scores = []
         text = self._about(item, item.done()) if self._streams else ""
         self._ended.append(item.json(status))
         return text + (self._about(None, [("output_item.done", f'"item":{self._ended[-1]}')]) if self._streams else "")
@@ -177,10 +177,10 @@ class ResponsesAnswer:
         """Keeps the log probabilities for the text that they are of. Those of reasoning and calls are dropped, also of
         a token that has a piece of text too."""
         if any(not isinstance(part, Text) for part in parts):
-            self._scores = ""
+            self._scores = []
             return
-        scores = await joined_json(self._scored, list(scored_tokens(delta.token_ids, delta.logprobs)))
-        self._scores += f",{scores}" if self._scores and scores else scores
+        if scores := await joined_json(self._scored, list(scored_tokens(delta.token_ids, delta.logprobs))):
+            self._scores.append(scores)
 
     def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._one(token, chosen), "top_logprobs": [self._one(*likely) for likely in top.items()]}

@@ -52,19 +52,17 @@ class MessageItem(OutputItem):
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
         self._scores: list[str] = []
-        self._new_scores = ""
+        self._told = 0  # of these, those that an event had
 
-    def score(self, scores: str) -> None:
+    def score(self, scores: list[str]) -> None:
         """The log probabilities of tokens that the next text, or the end, belongs to."""
-        if scores:
-            self._scores.append(scores)
-            self._new_scores += f",{scores}" if self._new_scores else scores
+        self._scores += scores
 
     def begun(self) -> list[Event]:
         return [("content_part.added", f'"content_index":0,"part":{_output_text("", "")}')]
 
     def grown(self, text: str) -> list[Event]:
-        scores, self._new_scores = self._new_scores, ""
+        scores, self._told = ",".join(self._scores[self._told :]), len(self._scores)
         return [("output_text.delta", f'"content_index":0,"delta":{encode(text)},"logprobs":[{scores}]')]
 
     def done(self) -> list[Event]:
