@@ -18,9 +18,7 @@ Not thread-safe: everything here runs on the engine's own thread (engine/engine_
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -32,8 +30,9 @@ from engine.core.scheduler import Chunk, Scheduler
 from engine.core.sequence import Finish, Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
-from engine.decoding.sampler import choose, score_prompt
-from engine.decoding.speculative import Ask, Speculation, agrees
+from engine.decoding.new_tokens import Run, append_chosen
+from engine.decoding.sampler import score_prompt
+from engine.decoding.speculative import Speculation
 from engine.decoding.structured_output import Filling, Grammars, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
@@ -44,14 +43,6 @@ from tandem.errors import Busy, InternalError, StepFailed, TandemError, TooLarge
 
 log = logging.getLogger(__name__)
 PROOF = "proof of the engine"  # owner of a block, and of a state slot, for one step
-
-
-class _Run(NamedTuple):
-    """A sequence that gets tokens from this step."""
-
-    sequence: Sequence
-    draft: list[int]
-    row: int  # of the logits after its last token; those after each draft follow
 
 
 class Engine:
@@ -172,7 +163,7 @@ class Engine:
         before = [BeforeStep(sequence) for sequence, _ in plan]
         filling: Filling | None = None
         try:
-            drafts = self._draft(plan)
+            drafts = self.speculation.drafts(plan, self.scheduler) if self.speculation else [[] for _ in plan]
             ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
             filling = self.masks.begin(ready, self.model.vocab_size)
             logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
@@ -281,21 +272,6 @@ class Engine:
             raise TooLarge(what, field="max_tokens", bound=bound)
         self.sequences[sequence.id] = sequence
 
-    def _draft(self, plan: list[Chunk]) -> list[list[int]]:
-        """Guesses about the tokens that follow each chunk; mostly none. None under a grammar, whose mask for a place
-        needs the token before it."""
-        if self.speculation is None:
-            return [[] for _ in plan]
-        wanted = self.speculation.wanted(plan)
-        free = [0 if sequence.sampling.grammar else most for (sequence, _), most in zip(plan, wanted, strict=True)]
-        lent = self.scheduler.lend(plan, free)
-        return self.speculation.propose(
-            [
-                Ask(chunk.sequence, most, self.pool.table(chunk.sequence.id))
-                for chunk, most in zip(plan, lent, strict=True)
-            ]
-        )
-
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
         """Concatenates the chunks, each with its drafts. For each chunk, in this order, logits are computed where the
         prompt is scored, at its last token if it catches up with its sequence, and at every draft."""
@@ -317,7 +293,7 @@ class Engine:
     ) -> list[Progress]:
         """Applies the result of the forward. `logits` is [rows wanted, vocab], in the order of `_pack`."""
         progress: list[Progress] = []
-        runs: list[_Run] = []
+        runs: list[Run] = []
         before = [sequence.num_computed for sequence, _ in plan]
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
@@ -327,11 +303,12 @@ class Engine:
             caught_up = count == sequence.num_uncomputed
             sequence.num_computed += count
             if caught_up:
-                runs.append(_Run(sequence, draft, row))
+                runs.append(Run(sequence, draft, row))
                 row += 1 + len(draft)
             else:
                 progress.append(Progress(sequence, sequence.num_computed, None, None))
-        progress += self._sample(runs, logits, filling)
+        compiled = self.model.kernels != REFERENCE
+        progress += append_chosen(runs, logits, filling, self.speculation, compiled=compiled)
         # From here on others may read these blocks, or write to those that end here, outside of the device's queue: a
         # transfer does. It is also what makes the measured seconds those of the device. No step waits twice: a token
         # that was read back has waited already.
@@ -361,35 +338,6 @@ class Engine:
             self.scheduler.remove(sequence)
         else:
             self.drop(sequence.id)
-
-    def _sample(self, runs: list[_Run], logits: torch.Tensor, filling: Filling | None) -> list[Progress]:
-        """Chooses the target's own token at each place, in order, with all earlier tokens known. A run continues while
-        its draft was that token: only then do the next logits belong to the sequence. The KV of wrong drafts stays in
-        slots beyond `num_computed`, which are overwritten before they are read."""
-        progress: list[Progress] = []
-        place, going = 0, runs
-        while going:
-            rows = [run.row + place for run in going]
-            some = logits if len(rows) == len(logits) else logits[rows]
-            masks = filling if place == 0 else None
-            chosen = choose(some, [run.sequence for run in going], masks, compiled=self.model.kernels != REFERENCE)
-            still: list[_Run] = []
-            for run, (token, logprob, error) in zip(going, chosen, strict=True):
-                sequence = run.sequence
-                finish = sequence.append(token) if token is not None else None
-                progress.append(Progress(sequence, sequence.num_computed, token, finish, logprob, error))
-                if token is None or finish is not None:
-                    continue
-                if place < len(run.draft) and agrees(run.draft[place], token):
-                    sequence.num_computed += 1
-                    still.append(run)
-            place, going = place + 1, still
-        if self.speculation:
-            tokens = Counter(item.sequence.id for item in progress)
-            for sequence, draft, _ in runs:
-                if draft:
-                    self.speculation.verified(sequence, len(draft), tokens[sequence.id] - 1)
-        return progress
 
     def _publish(self, sequence: Sequence, before: int) -> None:
         """Blocks that became full between `before` and `sequence.num_computed` are good for others now."""

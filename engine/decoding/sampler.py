@@ -70,7 +70,7 @@ def choose(
         failed = _mask(logits, sequences, filling) | failed
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
     tokens = sample(logits, how, positions, compiled=compiled)
-    failed |= {row: _unknown(sequences[row]) for row, token in enumerate(tokens) if token < 0}
+    failed |= {row: not_finite(sequences[row]) for row, token in enumerate(tokens) if token < 0}
     known: dict[int, Logprob] = {}
     if asked:
         tops = [sequences[row].sampling.logprobs or 0 for row in asked]
@@ -144,7 +144,7 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
     )
 
 
-def _unknown(sequence: Sequence) -> InternalError:
+def not_finite(sequence: Sequence) -> InternalError:
     """Weights or KV with NaN or infinity in them, or a sum beyond the type's range: any token would be a guess."""
     return InternalError(
         f"the model's logits after {len(sequence.tokens)} tokens are not finite; the stream was stopped to keep it"
@@ -248,8 +248,14 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> list[int]:
-    """Chooses a token for each row; -1 where the largest logit is not finite. `logits` is [rows, vocab] float32;
-    `positions` are those of the new tokens.
+    """As `draw`, when the device has computed it."""
+    tokens: list[int] = draw(logits, sampling, positions, compiled=compiled).tolist()
+    return tokens
+
+
+def draw(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> torch.Tensor:
+    """Chooses a token for each row, int64 [rows] on the device; -1 where the largest logit is not finite. `logits` is
+    [rows, vocab] float32; `positions` are those of the new tokens.
 
     `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
     bits decide a token in some 10^13. So does the kernel for CUDA, which serves where its trial went well.
@@ -258,14 +264,14 @@ def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *
         return gpu_sampling.sample(logits, sampling, _numbers(sampling, positions))
     if not compiled or kernels.serving(logits.device) == kernels.REFERENCE:
         return _sample(logits, sampling, positions)
-    chosen: list[int] = torch.ops.tandem.sample.default(
+    chosen: torch.Tensor = torch.ops.tandem.sample.default(
         logits.contiguous(),
         [how.temperature for how in sampling],
         [how.top_k for how in sampling],
         [how.top_p for how in sampling],
         [how.min_p for how in sampling],
         _numbers(sampling, positions),
-    ).tolist()
+    )
     return chosen
 
 
@@ -284,8 +290,8 @@ def kernel_trial(device: torch.device) -> str | None:
     return gpu_sampling.problem(device, _sample, uniform)
 
 
-def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
-    """In plain PyTorch. The device is waited for once, at the end (and once in each pass that filters by top-p)."""
+def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> torch.Tensor:
+    """In plain PyTorch. The device is waited for once in each pass that filters by top-p."""
     tokens = logits.argmax(dim=-1)  # [rows], of NaN where there is one
     known = logits.gather(1, tokens[:, None])[:, 0].isfinite()  # [rows]
     drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
@@ -297,8 +303,7 @@ def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) 
         at = on_device(rows, torch.int64, logits.device)
         some = logits[at].where(known[at][:, None], 0.0)  # the token drawn there is discarded
         tokens[at] = _draw(weights(some, how), numbers)
-    chosen: list[int] = tokens.where(known, -1).tolist()
-    return chosen
+    return tokens.where(known, -1)
 
 
 def _numbers(sampling: Seq[Sampling], positions: Seq[int]) -> list[float]:

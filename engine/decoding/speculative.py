@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from engine.attention.forward_context import Batch
-from engine.core.scheduler import Chunk
+from engine.core.scheduler import Chunk, Scheduler
 from engine.core.sequence import Sequence
 from engine.decoding.sampler import sample
 from engine.runner.model_runner import ModelRunner
@@ -125,8 +125,16 @@ class Speculation:
         chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
         return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
-    def propose(self, asked: list[Ask]) -> list[list[int]]:
-        return self.drafter.propose(asked) if any(ask.most for ask in asked) else [[] for _ in asked]
+    def drafts(self, plan: list[Chunk], scheduler: Scheduler) -> list[list[int]]:
+        """Guesses about the tokens that follow each chunk; mostly none. None under a grammar, whose mask for a place
+        needs the token before it."""
+        wanted = zip(plan, self.wanted(plan), strict=True)
+        lent = scheduler.lend(plan, [0 if chunk.sequence.sampling.grammar else most for chunk, most in wanted])
+        if not any(lent):
+            return [[] for _ in plan]
+        each = [chunk.sequence for chunk in plan]
+        tables = [scheduler.pool.table(sequence.id) for sequence in each]
+        return self.drafter.propose(list(map(Ask, each, lent, tables)))
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """The first `accepted` drafts were right; the next one, if there was one, is known to be wrong."""

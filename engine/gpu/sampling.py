@@ -3,7 +3,7 @@ it chooses what plain PyTorch chooses (tests/engine/test_gpu_sampling.py).
 
 The rules are those of engine/decoding/sampler.py. A program has a row. It weighs the tokens in float64 once, and finds
 the last token that top-k or top-p keeps by bisection over the 2^32 values of its logit: 32 times the row's tokens above
-the middle are counted, or their weights added. Nothing is sorted, and the host waits once, for the tokens.
+the middle are counted, or their weights added. Nothing is sorted.
 
 Sums are added in another order than by plain PyTorch: their last bits decide a token in some 10^13, as on CPU.
 """
@@ -19,17 +19,15 @@ from tandem.sampling import Sampling
 
 TILE = 2048  # logits that a program reads at a time
 WARPS = 8
-TOGETHER = (
-    16  # rows of a part, or a multiple of it, begin at 16 bytes: Triton compiles a kernel again for another place
-)
+TOGETHER = 16  # a part has a multiple of so many rows: it begins at 16 bytes, else Triton compiles the kernel again
 WORKSPACE = 2**24  # weights in float64 that are kept at a time, however large batch and vocabulary are: 128 MiB
 
-Sample = Callable[[torch.Tensor, Sequence[Sampling], Sequence[int]], list[int]]
+Sample = Callable[[torch.Tensor, Sequence[Sampling], Sequence[int]], torch.Tensor]
 
 
-def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
-    """A token for each row of `logits [rows, vocab] float32`, -1 where the largest logit is not finite. `uniform`: the
-    random numbers in [0, 1) of the rows that draw."""
+def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence[float]) -> torch.Tensor:
+    """A token for each row of `logits [rows, vocab] float32`, int64 [rows] on their device; -1 where the largest logit
+    is not finite. `uniform`: the random numbers in [0, 1) of the rows that draw. Waits for nothing."""
     from engine.gpu.sampling_kernel import choose_tokens  # torch for CUDA brings Triton, the one for CPU does not
 
     rows, vocab = logits.shape
@@ -48,8 +46,7 @@ def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence
         choose_tokens[(len(chosen[part]),)](
             logits[part], numbers[part], weights, chosen[part], logits.stride(0), vocab, TILE=TILE, num_warps=WARPS
         )
-    tokens: list[int] = chosen.tolist()
-    return tokens
+    return chosen
 
 
 def problem(device: torch.device, reference: Sample, uniform: Callable[[int, int], float]) -> str | None:
@@ -65,7 +62,7 @@ def problem(device: torch.device, reference: Sample, uniform: Callable[[int, int
             found = sample(logits, TRIED, numbers)
         except (RuntimeError, TypeError, ValueError) as error:
             return f"fails: {str(error).strip().partition(chr(10))[0]}"
-        if found != reference(logits, TRIED, positions):
+        if not torch.equal(found, reference(logits, TRIED, positions)):
             return "chooses other tokens"
     return None
 

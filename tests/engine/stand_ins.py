@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
 from engine.attention.forward_context import Batch
+from engine.decoding import new_tokens
 from engine.kv.kv_cache import KvCache
 from engine.runner.model_runner import ModelRunner
 
@@ -97,7 +98,7 @@ class Late:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.behind = 0
-        forward, choose = ModelRunner.forward, engine.engine.choose
+        forward, choose = ModelRunner.forward, new_tokens.choose
 
         def queued(model: ModelRunner, pages: KvCache, batch: Batch) -> torch.Tensor:
             self.behind += 1
@@ -108,7 +109,7 @@ class Late:
             return choose(*args, **kwargs)
 
         patch.setattr(ModelRunner, "forward", queued)
-        patch.setattr(engine.engine, "choose", read_back)
+        patch.setattr(new_tokens, "choose", read_back)
         patch.setattr(engine.engine, "device_done", self.wait)
 
     def wait(self, _device: torch.device | None = None) -> None:

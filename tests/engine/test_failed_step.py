@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import engine.engine
 from engine.attention.forward_context import Batch
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.core.step_retries import GOOD_STEPS, Retries
+from engine.decoding import new_tokens
 from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
@@ -170,14 +170,14 @@ def test_a_failure_while_tokens_are_chosen_changes_no_token(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward is over by then; its scores are computed again."""
-    choose, calls = engine.engine.choose, iter(range(10**9))
+    choose, calls = new_tokens.choose, iter(range(10**9))
 
     def once_broken(*args: Any, **kwargs: Any) -> Any:
         if next(calls) in (0, 3):
             raise torch.OutOfMemoryError
         return choose(*args, **kwargs)
 
-    monkeypatch.setattr(engine.engine, "choose", once_broken)
+    monkeypatch.setattr(new_tokens, "choose", once_broken)
     sequences = crowd()
     assert run(build(model), sequences) == {}
     assert [one.tokens for one in sequences] == expected

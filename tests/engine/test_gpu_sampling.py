@@ -47,7 +47,7 @@ def small_tiles() -> Any:
 
 
 def by_kernel(logits: torch.Tensor, how: list[Sampling], positions: list[int]) -> list[int]:
-    return gpu.sample(logits, how, _numbers(how, positions))
+    return gpu.sample(logits, how, _numbers(how, positions)).tolist()
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,7 +59,7 @@ def test_it_chooses_what_plain_pytorch_chooses(row: list[float], how: list[Sampl
     of its sums decides a token in some 10^13, so no example is expected to meet it."""
     logits = torch.tensor([row] * len(how))
     positions = [at] * len(how)
-    assert by_kernel(logits, how, positions) == _sample(logits.clone(), how, positions)
+    assert by_kernel(logits, how, positions) == _sample(logits.clone(), how, positions).tolist()
 
 
 def test_many_draws_of_one_row_are_those_of_plain_pytorch() -> None:
@@ -69,7 +69,7 @@ def test_many_draws_of_one_row_are_those_of_plain_pytorch() -> None:
     logits, positions = wide[:, 7:105], list(range(16))
     for how in (Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=4)):
         chosen = by_kernel(logits, [how] * 16, positions)
-        assert chosen == _sample(logits.clone(), [how] * 16, positions)
+        assert chosen == _sample(logits.clone(), [how] * 16, positions).tolist()
         assert len(set(chosen)) > 4
 
 
@@ -81,7 +81,7 @@ def test_a_row_whose_largest_logit_is_not_finite_has_no_token() -> None:
     for how in (Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.9)):
         chosen = by_kernel(logits, [how] * 5, [0] * 5)
         assert [token == -1 for token in chosen] == [True, False, True, True, False]
-        assert chosen == _sample(logits.clone(), [how] * 5, [0] * 5)
+        assert chosen == _sample(logits.clone(), [how] * 5, [0] * 5).tolist()
 
 
 def test_the_largest_number_below_one_draws_a_token_that_is_possible() -> None:
@@ -89,7 +89,7 @@ def test_the_largest_number_below_one_draws_a_token_that_is_possible() -> None:
     logits = torch.full((2, 70), -math.inf)
     logits[:, [3, 50, 64]] = 0.1
     how = [Sampling(temperature=0.7)] * 2
-    assert gpu.sample(logits, how, [math.nextafter(1.0, 0.0), 0.0]) == [64, 3]
+    assert gpu.sample(logits, how, [math.nextafter(1.0, 0.0), 0.0]).tolist() == [64, 3]
 
 
 def test_a_large_batch_shares_the_memory_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine.engine
 from engine.core.engine_config import EngineConfig
 from engine.core.scheduler import Chunk
 from engine.core.sequence import Finish, Sequence
+from engine.decoding import new_tokens
 from engine.decoding.speculative import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, fit, worth
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
@@ -170,7 +170,7 @@ def test_greedy_tokens_are_those_without_drafts(
         assert accepted == drafted if wrong == 0.0 else accepted == 0 if wrong == 1.0 else 0 < accepted < drafted
         steps.append(engine_.steps)
     assert steps[0] < 0.5 * steps[2], "drafts that are right save steps"
-    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    monkeypatch.setattr(new_tokens, "agrees", lambda draft, token: True)
     assert completions(build(model, Oracle(streams, 0.3)), sequences(prompts)) != expected
 
 
@@ -210,7 +210,7 @@ def test_drafts_without_verification_are_noticed(
     llama: ModelRunner, similar: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    monkeypatch.setattr(new_tokens, "agrees", lambda draft, token: True)
     prompts = random_prompts(llama.vocab_size)
     expected = completions(build(llama), sequences(prompts))
     drafter = ModelDrafter(similar, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
@@ -323,7 +323,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
     print(f"chi-squared {found:.0f}, bound {bound:.0f}, {share:.0%} of the drafts accepted")
     assert found < bound
     assert 0.1 < share < 0.9
-    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    monkeypatch.setattr(new_tokens, "agrees", lambda draft, token: True)
     assert chi_squared(dice)[0] > 2 * bound
 
 
@@ -400,7 +400,7 @@ def test_published_blocks_hold_accepted_tokens_only(llama: ModelRunner, monkeypa
     (again,) = sequences([longer], new=10)
     assert completions(engine_, [again])[0] == expected[30:40]
     assert again.cached >= len(longer) - SIZE
-    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    monkeypatch.setattr(new_tokens, "agrees", lambda draft, token: True)
     engine_ = build(llama, Oracle([prompt + expected], 0.5))
     (wrong,) = sequences([prompt])
     run(engine_, [wrong])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import engine.decoding.speculative
-import engine.engine
+from engine.decoding import new_tokens
 from tandem.errors import SettingsError
 from tests.journey.test_sampling import check, options
 from tests.support import oracle
@@ -57,7 +57,7 @@ async def test_answers_are_those_without_drafts(
         for one in done:
             assert 0 < one.receipt.accepted < one.receipt.drafted
         assert await cluster.ledgers_balance()
-        monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+        monkeypatch.setattr(new_tokens, "agrees", lambda draft, token: True)
         assert [one.token_ids for one in await ask(cluster)] != [one.token_ids for one in expected]
 
 
