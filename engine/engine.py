@@ -2,6 +2,7 @@
 
     add(sequence) ──▶ step() ──▶ [Progress, ...] ──▶ step() ──▶ ... until Progress.finish
                         │
+                        ├── ahead.waiting()       on CUDA: a decode step that is queued already takes the place of these
                         ├── scheduler.plan()      which sequences, how many tokens each, blocks for all of them
                         ├── speculation           drafts behind a sequence's last token, where that pays
                         ├── forward()             one packed forward, captured or not
@@ -31,11 +32,12 @@ from engine.core.sequence import Finish, Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.new_tokens import Run, append_chosen
-from engine.decoding.sampler import score_prompt
+from engine.decoding.sampler import not_finite, score_prompt
 from engine.decoding.speculative import Speculation
 from engine.decoding.structured_output import Filling, Grammars, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
+from engine.run_ahead import Flight, RunAhead
 from engine.runner.captured_steps import Capture, Decode, Uncapturable
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
@@ -69,6 +71,8 @@ class Engine:
         self.spare = config.num_blocks if config.spare_block else None  # that block's id
         self.decode: Decode | None = None  # set by `capture`
         self.scheduler = Scheduler(self.pool, states, token_budget=config.token_budget, max_running=config.max_running)
+        plain = not states and speculation is None and model.lora is None and model.size == 1
+        self.ahead = RunAhead(self.scheduler, model, self.forward, on=plain and model.device.type == "cuda")
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
         self.stepped = False  # the recurrent states are those after the step that runs
@@ -141,6 +145,7 @@ class Engine:
         if sequence is None:
             return
         self.scheduler.remove(sequence)
+        self.ahead.leave(sequence)
         if self.speculation:
             self.speculation.forget(sequence_id)
         if self.pool.owns(sequence_id):
@@ -150,10 +155,17 @@ class Engine:
 
     # ---- the step
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something: a queued one has blocks until it has landed."""
+        return self.scheduler.has_work or self.ahead.flight is not None
+
     def step(self) -> list[Progress]:
-        """Runs one packed forward over the sequences that the scheduler chooses. Empty when nothing could run, or when
-        the step failed and will be retried (`retries`). Raises when the engine cannot be trusted any more."""
-        plan = self.plan = self._plan()
+        """Runs one packed forward over the sequences that the scheduler chooses, or waits for the one that is queued
+        already. Empty when nothing could run, or when the step failed and will be retried (`retries`). Raises when the
+        engine cannot be trusted any more."""
+        flight = self.ahead.waiting()
+        plan = self.plan = flight.plan if flight else self._plan()
         if not plan:
             return []
         self.stepped = False
@@ -161,13 +173,18 @@ class Engine:
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         started = self.speculation.clock() if self.speculation else 0.0
         before = [BeforeStep(sequence) for sequence, _ in plan]
+        drafts: list[list[int]] = [[] for _ in plan]
         filling: Filling | None = None
         try:
-            drafts = self.speculation.drafts(plan, self.scheduler) if self.speculation else [[] for _ in plan]
-            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
-            filling = self.masks.begin(ready, self.model.vocab_size)
-            logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
-            progress = self._advance(plan, drafts, logits, filling)
+            if flight or self.ahead.takes(plan):
+                progress = self._land(flight or self.ahead.launch(plan))
+            else:
+                if self.speculation:
+                    drafts = self.speculation.drafts(plan, self.scheduler)
+                ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
+                filling = self.masks.begin(ready, self.model.vocab_size)
+                logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
+                progress = self._advance(plan, drafts, logits, filling)
         except (AssertionError, TandemError):  # our own books are wrong
             raise
         except Exception as error:
@@ -201,6 +218,7 @@ class Engine:
         if self.model.device.type == "cuda":  # not yet run on a GPU
             torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
+        self.ahead.abandon()
         if faults := self.check():
             log.error("after a failed step the ledger does not balance: %s", "; ".join(faults))
             raise error
@@ -255,7 +273,7 @@ class Engine:
 
     def check(self, live: Iterable[str] | None = None) -> list[str]:
         """One sentence for each inconsistency of the books of blocks and of state slots. `live`: as in the pool."""
-        faults = self.pool.check(live)
+        faults = self.pool.check(None if live is None else [*live, *self.ahead.owners])
         if self.states:
             faults += self.states.check([each.id for each in self.scheduler.running], self.sequences)
         return faults
@@ -318,12 +336,31 @@ class Engine:
             self._publish(sequence, start)
             if self.states:
                 self.states.keep(sequence, count)
+        self._end_all(progress)
+        return progress
+
+    def _land(self, flight: Flight) -> list[Progress]:
+        """Queues the step behind this one, and then waits for the tokens of this one and applies them."""
+        self.ahead.launch_behind(flight)
+        tokens = self.ahead.land(flight)
+        progress: list[Progress] = []
+        for sequence, row in flight.rows.items():
+            sequence.num_computed += 1
+            if (token := tokens[row]) >= 0:
+                finish = sequence.append(token)
+                progress.append(Progress(sequence, sequence.num_computed, token, finish))
+            else:
+                progress.append(Progress(sequence, sequence.num_computed, None, None, error=not_finite(sequence)))
+            self._publish(sequence, sequence.num_computed - 1)
+        self._end_all(progress)
+        return progress
+
+    def _end_all(self, progress: list[Progress]) -> None:
         for sequence, _, _, finish, _, error in progress:
             if isinstance(error, InternalError):
                 self._distrust(sequence)
             if finish is not None or error is not None:
                 self._end(sequence, error)
-        return progress
 
     def _distrust(self, sequence: Sequence) -> None:
         self.pool.distrust(sequence.id)

@@ -128,6 +128,7 @@ class EngineThread:
         self._answering: list[Future[Any]] = []  # calls that were taken and are not all answered
         self._work = 0  # pieces of work that were begun
         self._doing = ""  # "calls", "step" or nothing
+        self._ended = 0.0  # when the last step did
         self._stopping = False
         self._stuck = False  # the last step could not run anything; only a call can change that
         self._built: Future[None] = Future()
@@ -255,9 +256,7 @@ class EngineThread:
 
     def _iterate(self) -> bool:
         with self._wake:
-            while not (
-                self._calls or self._stopping or self.broken or (self.engine.scheduler.has_work and not self._stuck)
-            ):
+            while not (self._calls or self._stopping or self.broken or (self.engine.has_work and not self._stuck)):
                 self._wake.wait()
             if self.broken:
                 return False
@@ -275,7 +274,7 @@ class EngineThread:
                 self._answer(future, what())
             except Exception as error:  # raised to the caller
                 self._answer(future, error=error)
-        if self.engine.scheduler.has_work:
+        if self.engine.has_work:
             self._begin("step")
             self._step()
         if self.after_iteration:
@@ -297,10 +296,11 @@ class EngineThread:
                 future.set_exception(error)
 
     def _step(self) -> None:
-        engine, started = self.engine, monotonic()
-        failures = engine.failures
+        engine, failures = self.engine, self.engine.failures
+        # A step that is queued began when the one before it had ended.
+        started = self._ended if engine.ahead.flight else monotonic()
         progress = engine.step()
-        ended = monotonic()
+        ended = self._ended = monotonic()
         self._stuck = not progress and not engine.retries
         if progress and engine.failures == failures:
             engine.pace.learn(engine.prompt_tokens, engine.streams, ended - started)

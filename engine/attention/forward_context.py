@@ -10,7 +10,7 @@ two computed ones, and one that adds its seventh:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -67,13 +67,19 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def done_behind(device: torch.device) -> Callable[[], object]:
+    """Returns a function that waits until the device has done everything that this thread has queued so far; on CPU it
+    has. (CUDA: not yet run on a GPU.)"""
+    if device.type != "cuda":
+        return lambda: None
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return done.synchronize  # type: ignore[no-any-return]
+
+
 def device_done(device: torch.device) -> None:
-    """Waits until the device has done everything that this thread has queued so far; on CPU it has. (CUDA: not yet run
-    on a GPU.)"""
-    if device.type == "cuda":
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        done.synchronize()
+    """Waits until then."""
+    done_behind(device)()
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -100,6 +106,7 @@ class Batch:
     logits_at: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)  # slot of each sequence, -1 for none; empty: none has one
     slots: list[int] = field(default_factory=list)  # of each sequence's recurrent states; unused where there are none
+    fed: torch.Tensor | None = None  # int64 [tokens] on the device: these stand for `token_ids`, which nobody knows yet
 
     def add(self, tokens: Sequence[int], done: int, table: list[int], wanted: Iterable[int] = ()) -> None:
         """Appends a sequence's new tokens, which follow `done` earlier ones; `wanted` are those of them, counted from
@@ -178,7 +185,8 @@ class Step:
             for query, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True)
             for position in range(context - query, context)
         ]
-        self.input_ids = self.tensor(batch.token_ids).unsqueeze(0)  # [1, total]
+        ids = self.tensor(batch.token_ids) if batch.fed is None else batch.fed
+        self.input_ids = ids.unsqueeze(0)  # [1, total]
         self.position_ids = self.tensor(batch.positions).unsqueeze(0)  # [1, total]
         self.slot_block = self.tensor([block for block, _ in slots])  # [total]
         self.slot_offset = self.tensor([offset for _, offset in slots])  # [total]

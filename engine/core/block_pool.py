@@ -104,6 +104,14 @@ class BlockPool:
             table.append(self._fresh())
         return True
 
+    def share(self, owner: str, blocks: Sequence[int]) -> None:
+        """Give `owner` a table of blocks that others hold: they come free when it has given them up, too."""
+        if owner in self._tables:
+            raise ValueError(f"{owner} already owns blocks")
+        for block in blocks:
+            self._hold(block)
+        self._tables[owner] = list(blocks)
+
     def publish(self, owner: str, index: int, digest: bytes) -> None:
         """The owner's block at `index` now holds the full, final KV with this hash; others may reuse it.
 

@@ -152,7 +152,7 @@ class Decode:
         batch.check(self._block_size, self._spare)  # so no table contains the spare block
         bucket = next(candidate for candidate in self._buckets if candidate.rows >= rows)
         with torch.inference_mode(), self._model.on_all_ranks(self._pages, batch, captured=True):
-            bucket.fill(batch.token_ids, batch.positions, batch.block_tables)
+            bucket.fill(batch.token_ids, batch.positions, batch.block_tables, batch.fed)
             return bucket.replay()[:rows]
 
 
@@ -216,7 +216,9 @@ class _Bucket:
         if (differs := self._differs()) is not None:
             raise Uncapturable(differs)
 
-    def fill(self, token_ids: list[int], positions: list[int], tables: list[list[int]]) -> None:
+    def fill(
+        self, token_ids: list[int], positions: list[int], tables: list[list[int]], fed: torch.Tensor | None = None
+    ) -> None:
         """Puts one token of each sequence where the recorded step reads it; all other rows are padding."""
         if self._copied is not None:
             self._copied.synchronize()  # until then the buffer belongs to the last copy
@@ -238,6 +240,8 @@ class _Bucket:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if fed is not None:
+            self._step.input_ids[0, :count] = fed
 
     def _call(self) -> torch.Tensor:
         self._step.begin()

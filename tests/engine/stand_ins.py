@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
+import engine.run_ahead
 from engine.attention.forward_context import Batch
 from engine.decoding import new_tokens
+from engine.engine import Engine
 from engine.kv.kv_cache import KvCache
+from engine.run_ahead import Tokens
 from engine.runner.model_runner import ModelRunner
+from tandem.sampling import Sampling
 
 
 def checked(
@@ -141,3 +148,68 @@ class _Stream:
     def __init__(self, _device: torch.device | None = None) -> None: ...
 
     def wait_stream(self, other: object) -> None: ...
+
+
+GARBAGE = 7  # a token that a flight's memory holds before the device has written it
+
+
+class LateTokens:
+    """The tokens of a flight on a Lagging device."""
+
+    def __init__(self, device: Lagging, rows: int) -> None:
+        self.device, self.host = device, [GARBAGE] * rows
+        self.on_device = torch.full([rows], GARBAGE)
+
+    def read(self) -> list[int]:
+        self.device.wait_for(self)
+        return self.host
+
+
+class Lagging:
+    """A device that computes an engine's flights when the host waits for them, or runs another step, and before that
+    only where `early` says so. Block tables are those of the time at which a flight was queued."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, built: Engine, early: Callable[[], bool] = lambda: False) -> None:
+        built.ahead.on = True
+        self.queued: deque[tuple[LateTokens, Batch, Callable[[], None]]] = deque()
+        self.behind_another = 0  # flights whose tokens nobody had seen when the next one was queued
+        self._compute, self._forward, self._early = built.ahead._queue, built.forward, early
+        patch.setattr(built.ahead, "_queue", self._later)
+        patch.setattr(built, "forward", self._now)
+        for module in (engine.engine, engine.run_ahead):
+            patch.setattr(module, "device_done", self.wait)
+
+    def wait(self, _device: torch.device | None = None) -> None:
+        while self.queued:
+            self.queued.popleft()[2]()
+
+    def wait_for(self, tokens: LateTokens) -> None:
+        while any(each is tokens for each, _, _ in self.queued):
+            self.queued.popleft()[2]()
+
+    def writes(self, block_size: int) -> set[int]:
+        """The blocks that queued flights write to."""
+        return {
+            table[position // block_size]
+            for _, batch, _ in self.queued
+            for position, table in zip(batch.positions, batch.block_tables, strict=True)
+        }
+
+    def _now(self, batch: Batch) -> torch.Tensor:
+        self.wait()
+        return self._forward(batch)
+
+    def _later(self, batch: Batch, sampling: list[Sampling], fed: tuple[Tokens, list[int]] | None) -> LateTokens:
+        given = replace(batch, block_tables=[list(table) for table in batch.block_tables])
+        late = LateTokens(self, len(sampling))
+
+        def compute() -> None:
+            tokens = self._compute(given, sampling, fed)
+            late.on_device.copy_(tokens.on_device)
+            late.host = tokens.read()
+
+        self.behind_another += fed is not None
+        self.queued.append((late, given, compute))
+        if self._early():
+            self.wait()
+        return late

@@ -45,6 +45,29 @@ def test_another_salt_or_another_earlier_token_finds_nothing() -> None:
     assert pool.match(hashes([*tokens[:4], 9, 9, 9, 9])) == 1
 
 
+def test_a_shared_block_is_free_when_all_its_owners_have_given_it_up() -> None:
+    """In any order; until then nobody else gets it."""
+    for first, last in (("a", "step"), ("step", "a")):
+        pool = BlockPool(4, SIZE)
+        pool.take("a", [], 3)
+        block = pool.table("a")[2]
+        pool.share("step", [block])
+        assert (pool.free, pool.held, pool.check(live=["a", "step"])) == (1, 3, [])
+        pool.drop(first)
+        assert block not in pool._free
+        assert pool.check(live=[last]) == []
+        pool.drop(last)
+        assert (pool.free, pool.check(live=[])) == (4, [])
+
+
+def test_an_owner_of_shared_blocks_has_no_others() -> None:
+    """Its table would be lost."""
+    pool = BlockPool(4, SIZE)
+    pool.take("a", [], 1)
+    with pytest.raises(ValueError, match="already owns"):
+        pool.share("a", [0])
+
+
 def test_not_now_changes_nothing() -> None:
     """A request that does not fit leaves the pool as it was."""
     pool = BlockPool(4, SIZE)

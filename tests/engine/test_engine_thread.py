@@ -29,9 +29,7 @@ from tests.support.waiting import until
 
 # The parts of an engine that the loop reads.
 NO_MASKS = SimpleNamespace(waits=0)
-IDLE: Any = SimpleNamespace(
-    scheduler=SimpleNamespace(has_work=False), plan=[], retries=[], masks=NO_MASKS, speculation=None, ranks=None
-)
+IDLE: Any = SimpleNamespace(has_work=False, plan=[], retries=[], masks=NO_MASKS, speculation=None, ranks=None)
 
 
 def threads() -> set[int]:
@@ -196,7 +194,7 @@ async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> Non
     sequence = SimpleNamespace(num_computed=100, grammar=object(), tokens=[7] * 30, prompt_len=10)
     masks = SimpleNamespace(waits=0)
     engine: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(has_work=False),
+        has_work=False,
         plan=[SimpleNamespace(sequence=sequence, tokens=1)],
         pace=StepTime(0.005, 0.001, 2000.0),
         prompt_tokens=0,
@@ -229,7 +227,7 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
     """A router counts StepFailed towards poison; a transport that broke during the step is not a request's fault."""
     engine: Any = SimpleNamespace(
         plan=[Chunk(SimpleNamespace(id="mine"), 1)],  # type: ignore[arg-type]
-        scheduler=SimpleNamespace(has_work=False),
+        has_work=False,
         masks=NO_MASKS,
         ranks=None,
     )
@@ -242,3 +240,25 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
         with pytest.raises(Unavailable) as raised:
             await watch.next()
     assert type(raised.value) is failure
+
+
+async def test_a_step_that_was_queued_began_when_the_one_before_it_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computed it while the host did other things: workers are chosen by what a step takes the device."""
+    progress = SimpleNamespace(sequence=SimpleNamespace(id="nobody's"))
+    engine: Any = SimpleNamespace(
+        **(vars(IDLE) | {"plan": [1], "failures": 0, "prompt_tokens": 0, "streams": 1, "pace": StepTime()}),
+        ahead=SimpleNamespace(flight=None),
+        step=lambda: [progress],
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    seconds: list[float] = []
+    loop.after_step = lambda _prompts, _streams, took: seconds.append(took)
+    clock = iter([10.0, 12.0, 15.0, 100.0, 101.0])
+    monkeypatch.setattr("engine.engine_thread.monotonic", lambda: next(clock))
+    for queued in (False, True, False):
+        engine.ahead.flight = queued or None
+        loop._step()
+    assert seconds == [2.0, 3.0, 1.0]
+    monkeypatch.undo()
+    loop.stop()

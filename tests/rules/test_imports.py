@@ -157,8 +157,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tenant_slots",),
     ),
     "engine": (
-        *(("builder", "follower"), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
-        *(("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
+        *(("builder", "follower"), ("engine_thread",), ("engine",), ("run_ahead",), ("loading", "decoding")),
+        *(("runner",), ("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
         *(
