@@ -126,7 +126,7 @@ def test_no_request_waits_for_a_compiler(vocab: int, monkeypatch: pytest.MonkeyP
     kernel = Compiled()
     monkeypatch.setattr("engine.gpu.sampling_kernel.choose_tokens", kernel)
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    assert gpu.problem(CPU, lambda *_: [0] * len(gpu.TRIED), uniform) is None
+    assert gpu.problem(CPU, lambda *_: torch.zeros(len(gpu.TRIED), dtype=torch.int64), uniform) is None
     tried = set(kernel.kinds)
     monkeypatch.setattr(gpu, "WORKSPACE", 3 * vocab)
     for rows in (1, 40):
