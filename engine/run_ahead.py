@@ -3,16 +3,18 @@
     host     queue n+1 │ wait for n │ append, publish, tell, answer calls │ queue n+2 │ wait for n+1 │ ...
     device   ── step n ──────────────▶│── step n+1 ───────────────────────────────────▶│── step n+2 ──
 
-A *flight* is a queued step in which every sequence adds one token and nothing but logits, seed and position decides it.
-The step behind it reads its tokens on the device; so their bits are those of a step that was planned when the host had
-them. Such a step is queued only if its company is known by then: nobody waits, all that runs is in the flight, and each
-gets its block from those without an owner. Whoever ends by length is left out; whoever turns out to have ended
-otherwise, or is dropped meanwhile, leaves `rows`, and what was computed for it is ignored. Everything else takes the
-engine's other path once the flight has landed: nothing is admitted or preempted while one is in the air.
+A *flight* is a queued decode step. Each of its sequences gets one token, which depends only on logits, seed and
+position. The next flight reads these tokens on the device, so its results have the same bits as a step that is planned
+after the host has them. The next flight is queued only if the scheduler would plan exactly this batch: no sequence
+waits, every running sequence is in the current flight, and each gets a free or cached block.
 
-**A flight owns the blocks that it writes**, one for each row, beside its sequences. So a sequence may be dropped at any
-time, and no block that the device may still write to comes free before the flight has landed. Blocks in the prefix
-cache are full, and a flight writes to none of them.
+Sequences that reach their length limit are left out of the next flight. A sequence that turns out to have ended at a
+stop token, or is dropped meanwhile, leaves `rows`, and its result is discarded. All other steps run on the engine's
+waiting path once the flight has landed: nothing is admitted or preempted while a flight is queued.
+
+**A flight owns the blocks that it writes**, one for each row, in addition to their sequences. So a sequence may be
+dropped at any time: no block becomes free while the device may still write to it. Blocks in the prefix cache are full,
+and a flight never writes to them.
 
 Only on CUDA, where the device computes while the host does something else; on CPU one thread does both. Not yet run on
 a GPU: tests/engine/test_run_ahead.py runs it on a stand-in that computes as late as it may.

@@ -106,7 +106,7 @@ class Batch:
     logits_at: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)  # slot of each sequence, -1 for none; empty: none has one
     slots: list[int] = field(default_factory=list)  # of each sequence's recurrent states; unused where there are none
-    fed: torch.Tensor | None = None  # int64 [tokens] on the device: these stand for `token_ids`, which nobody knows yet
+    fed: torch.Tensor | None = None  # int64 [tokens] on the device, used instead of `token_ids`: the host lacks them
 
     def add(self, tokens: Sequence[int], done: int, table: list[int], wanted: Iterable[int] = ()) -> None:
         """Appends a sequence's new tokens, which follow `done` earlier ones; `wanted` are those of them, counted from

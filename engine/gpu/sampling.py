@@ -19,7 +19,7 @@ from tandem.sampling import Sampling
 
 TILE = 2048  # logits that a program reads at a time
 WARPS = 8
-TOGETHER = 16  # a part has a multiple of so many rows: it begins at 16 bytes, else Triton compiles the kernel again
+TOGETHER = 16  # rows: parts of a multiple start at 16-byte alignment; for others Triton would compile a second kernel
 WORKSPACE = 2**24  # weights in float64 that are kept at a time, however large batch and vocabulary are: 128 MiB
 
 Sample = Callable[[torch.Tensor, Sequence[Sampling], Sequence[int]], torch.Tensor]

@@ -46,6 +46,10 @@ OF_A_RELEASE: dict[str, Values] = {
     "keys": {"api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}, "test_key": {"secret": "o"}},
     "tls": {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}},
     "cache-claim": {"model_cache": {"kind": "claim", "job": {"tolerations": [{"operator": "Exists"}]}}},
+    "volumes-made-by-hand": {  # "-" is YAML's for an item of a list
+        "model_cache": {"kind": "claim", "storageClass": "-"},
+        "valkey": {"storage": "2Gi", "storageClass": "-"},
+    },
     "cache-host": {"model_cache": {"kind": "hostPath", "hostPath": "/m"}},
     "model-folder": {"settings": {"model": "/models/llama"}, "model_cache": {"download": False, "kind": "claim"}},
     "revision": {"settings": {"model": "org/name@0123abc"}},
