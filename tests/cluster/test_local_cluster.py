@@ -416,14 +416,18 @@ def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> N
 
 def start_up(*before: str) -> tuple[subprocess.Popen[str], str]:
     """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
-    up = subprocess.Popen(
-        [*before, sys.executable, "-c", UP],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if nohup runs the tests
+    try:
+        up = subprocess.Popen(
+            [*before, sys.executable, "-c", UP],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     assert up.stdout
     line = up.stdout.readline()
     if not line.startswith("ready "):
