@@ -175,6 +175,7 @@ class Step:
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # computed once by the attention function, for all its calls
         self.lora: Rows | None = None  # set by the model, if it has adapters
+        self.state_rows: torch.Tensor | None = None  # of a captured step, int64 [2, n]: StateMemory.step_rows
 
         width = max(map(len, batch.block_tables))
         rows = [

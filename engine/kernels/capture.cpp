@@ -8,7 +8,8 @@
 //
 // Tensors from outside (weights, pages, inputs) keep their addresses, so a caller copies the next step's inputs into
 // the tensors of the captured one. Refused, since a replay could not repeat them, are steps that read a number from a
-// tensor, and operators whose results are random or have sizes that depend on values.
+// tensor, and operators whose results are random or have sizes that depend on values. Nobody may keep an intermediate
+// tensor, since each replay changes it.
 #include "capture.h"
 
 #include "ops.h"
@@ -246,16 +247,17 @@ class CapturedStep : public torch::CustomClassHolder {
     if (!writes(call) && (call.name() == "aten::to" || call.name() == "aten::_to_copy" || call.name() == "aten::contiguous" ||
                           call.name() == "aten::clone"))
       return [from = call.arguments[0].toTensor(), to = call.results[0].toTensor()] { to.copy_(from); };
-    const bool in_place = writes(call) || has_no_tensors(call);
-    return [op = call.op, arguments = call.arguments, results = call.results, in_place] {
+    std::set<c10::StorageImpl*> given;  // an argument that the operator writes to and returns is there already
+    for_tensors(call.arguments, [&](const Tensor& t) { given.insert(storage_of(t)); });
+    return [op = call.op, arguments = call.arguments, results = call.results, given] {
       Stack stack = arguments;
       op.callBoxed(stack);
-      if (in_place) return;
       std::vector<Tensor> fresh, kept;
       for_tensors(stack, [&](const Tensor& t) { fresh.push_back(t); });
       for_tensors(results, [&](const Tensor& t) { kept.push_back(t); });
       TORCH_CHECK(fresh.size() == kept.size(), "tandem::CapturedStep: ", op.schema().name(), " returns another number of tensors");
       for (size_t i = 0; i < fresh.size(); ++i) {
+        if (given.count(storage_of(kept[i])) > 0) continue;
         TORCH_CHECK(fresh[i].sizes() == kept[i].sizes(), "tandem::CapturedStep: ", op.schema().name(), " returns other sizes");
         kept[i].copy_(fresh[i]);
       }

@@ -68,10 +68,11 @@ void columns(const Head& h, int64_t first, int count, std::vector<float>& kept) 
 
 // q, k [n, tokens, k heads, dk]; v [n, tokens, v heads, dv]; decay [n, tokens, v heads] or [n, tokens, v heads, dk];
 // beta [n, tokens, v heads]: float32 and contiguous. Each k head serves the same number of v heads, in order. `states`
-// [rows, v heads, dk, dv] has rows as `rows_of_states` wants them: sequence i goes on from row from[i], or from zeros if
-// that is negative, and the state after its tokens becomes row to[i]. Returns [n, tokens, v heads, dv].
+// [all rows, v heads, dk, dv] and `numbers` [2, n] are as `rows_of_states` wants them: sequence i goes on from row
+// numbers[0, i], or from zeros if that is negative, and the state after its tokens becomes row numbers[1, i]. Returns [n,
+// tokens, v heads, dv].
 Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay, const Tensor& beta,
-                   Tensor states, at::IntArrayRef from, at::IntArrayRef to) {
+                   Tensor states, const Tensor& numbers) {
   for (const Tensor& each : {q, k, v, decay, beta})
     TORCH_CHECK(each.scalar_type() == at::kFloat && each.is_contiguous(), "tandem: gated_delta wants contiguous float32");
   TORCH_CHECK(q.dim() == 4 && q.sizes() == k.sizes() && v.dim() == 4, "tandem: q and k of unlike shapes");
@@ -81,7 +82,7 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const bool channels = decay.dim() == 4;
   TORCH_CHECK(beta.dim() == 3 && beta.numel() == n * tokens * heads, "tandem: beta of another shape");
   TORCH_CHECK(decay.numel() == n * tokens * heads * (channels ? dk : 1), "tandem: decay of another shape");
-  const StateRows rows = rows_of_states(states, {heads, dk, dv}, from, to, n);
+  const StateRows rows = rows_of_states(states, {heads, dk, dv}, numbers, n);
   Tensor out = at::empty_like(v);
   float* outs = out.data_ptr<float>();
   constexpr int W = WIDE * LANES;
@@ -119,8 +120,7 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def(
-      "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) states, int[] rows, int[] to)"
-      " -> Tensor");
+      "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) states, Tensor rows) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) { m.impl("gated_delta", &tandem::gated_delta); }

@@ -97,7 +97,7 @@ Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTe
 
 // One token of each sequence: x [n, channels]. A row of `states` has the `kept` tokens before it, [channels, kept].
 Tensor short_convolution_step(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool silu,
-                              Tensor states, at::IntArrayRef from, at::IntArrayRef to) {
+                              Tensor states, const Tensor& numbers) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "tandem: short_convolution_step wants [n, channels]");
   const int64_t n = x.size(0), channels = x.size(1), width = weight.size(1), kept = states.size(-1);
   check_taps(x, weight, bias, channels);
@@ -109,7 +109,7 @@ Tensor short_convolution_step(const Tensor& x, const Tensor& weight, const Optio
   constexpr int64_t PART = 512;  // channels of a task
   const int64_t parts = (channels + PART - 1) / PART;
   with_type(x.scalar_type(), [&]<typename T>(T) {
-    const RowsOf<T> rows = rows_of_states<T>(states, {channels, kept}, from, to, n);
+    const RowsOf<T> rows = rows_of_states<T>(states, {channels, kept}, numbers, n);
     share_out(n * parts, 1, [&](int64_t task, int64_t end) {
       float sums[PART];
       for (; task < end; ++task) {
@@ -223,10 +223,10 @@ void scan_all(const Scan& s, int64_t count) {
 
 // x [n, tokens, heads, head size]; dt [n, tokens, heads], or [n, tokens, heads, head size] with A [heads, head size,
 // state size] in place of A [heads]; B, C [n, tokens, groups, state size]: of the heads in order; D [heads, head size]
-// or none. All are float32 and contiguous, but for A and D of any strides. `states` [rows, heads, head size, state
-// size]: see rows_of_states, of any shape with as many elements. Returns as x.
+// or none. All are float32 and contiguous, but for A and D of any strides. `states` [all rows, heads, head size, state
+// size], of any shape with as many elements, and `numbers` [2, n]: see rows_of_states. Returns as x.
 Tensor state_space_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b, const Tensor& c,
-                        const OptionalTensor& d, Tensor states, at::IntArrayRef from, at::IntArrayRef to) {
+                        const OptionalTensor& d, Tensor states, const Tensor& numbers) {
   for (const Tensor& each : {x, dt, a, b, c})
     TORCH_CHECK(each.scalar_type() == at::kFloat && each.is_contiguous(), "tandem: a scan wants contiguous float32");
   TORCH_CHECK(x.dim() == 4 && b.dim() == 4 && b.sizes() == c.sizes(), "tandem: x, B or C of another shape");
@@ -238,7 +238,7 @@ Tensor state_space_scan(const Tensor& x, const Tensor& dt, const Tensor& a, cons
   TORCH_CHECK(a.numel() == heads * (own ? dim * size : 1), "tandem: A of another shape");
   TORCH_CHECK(size <= MOST_VECTORS * LANES, "tandem: a state of more than ", MOST_VECTORS * LANES, " numbers for each channel");
   const Tensor skip = d ? d->to(at::kFloat).expand({heads, dim}).contiguous() : Tensor();
-  const StateRows rows = rows_of_states(states, states.sizes().slice(1).vec(), from, to, n);
+  const StateRows rows = rows_of_states(states, states.sizes().slice(1).vec(), numbers, n);
   TORCH_CHECK(states[0].numel() == heads * dim * size, "tandem: states of another size");
   Tensor y = at::empty(x.sizes(), x.options());
   const int64_t parts = (dim + CHANNELS - 1) / CHANNELS;
@@ -274,11 +274,10 @@ Tensor state_space_scan(const Tensor& x, const Tensor& dt, const Tensor& a, cons
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("short_convolution(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor");
   m.def(
-      "short_convolution_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, int[] rows, int[] to)"
-      " -> Tensor");
+      "short_convolution_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, Tensor rows) -> Tensor");
   m.def(
-      "state_space_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) states, int[] rows,"
-      " int[] to) -> Tensor");
+      "state_space_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) states, Tensor rows)"
+      " -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {

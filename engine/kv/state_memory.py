@@ -27,7 +27,7 @@ class StateMemory:
         self.buffer = fresh_memory(STATE_ROWS * slots * layout.state_bytes, device).view(
             STATE_ROWS * slots, layout.state_bytes
         )
-        self.buffer.fill_(0xFF)  # NaN in every float type: a state that is read before it is written shows
+        self.forget()
         self._views = {state.key: self._window(state.shape, state.dtype, state.offset) for state in layout.states}
         self._row = list(range(slots))  # of each slot, the one with its state
         self._spare = list(range(slots, STATE_ROWS * slots))
@@ -38,6 +38,10 @@ class StateMemory:
         """Before each forward: forgets what a failed one has left."""
         self._new.clear()
         self._written.clear()
+
+    def forget(self) -> None:
+        """All states: NaN in every float type, so that one that is read before it is written shows."""
+        self.buffer.fill_(0xFF)
 
     def row(self, slot: int) -> torch.Tensor:
         """The slot's state, `[state_bytes]` uint8."""
@@ -66,9 +70,23 @@ class StateMemory:
         assert states.shape == (len(slots), *view.shape[1:]), f"state {key} has shape {tuple(states.shape)}"
         self._keep(key, slots, states.to(view.dtype))
 
-    def rows(self, key: Key, slots: Sequence[int]) -> tuple[torch.Tensor, list[int], list[int]]:
-        """For an operator that reads and writes in place: the states of all rows `[2 * slots, ...]`, the rows that have
-        what this forward has made of these slots so far, and the rows to which it writes all of their new states."""
+    def view(self, key: Key) -> torch.Tensor:
+        """One state in all rows, `[2 * slots, ...]`."""
+        return self._views[key]
+
+    def step_rows(self, slots: Sequence[int], padding: int) -> tuple[list[int], list[int]]:
+        """Begins a forward that reads every state of these slots once and writes it once, where they are: the rows that
+        it reads and those that it writes. Behind them come `padding` others, which begin with zeros (-1) and all end in
+        the spare row of the last slot."""
+        self.begin()
+        for slot in slots:
+            self._written[slot] |= self._views.keys()
+        having, into = [self._row[slot] for slot in slots], [self._spare[slot] for slot in slots]
+        return having + [-1] * padding, into + [self._spare[-1]] * padding
+
+    def rows(self, key: Key, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        """For an operator that reads and writes in place: the rows that have what this forward has made of these slots
+        so far, and the rows to which it writes all of their new states."""
         view, having = self._views[key], []
         for slot in slots:
             if (made := self._new.pop((key, slot), None)) is not None:
@@ -76,7 +94,7 @@ class StateMemory:
                 self._written[slot].add(key)
             having.append((self._spare if key in self._written[slot] else self._row)[slot])
             self._written[slot].add(key)
-        return view, having, [self._spare[slot] for slot in slots]
+        return having, [self._spare[slot] for slot in slots]
 
     def commit(self) -> None:
         """The step has succeeded: its states are those of the slots now."""

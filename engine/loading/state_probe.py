@@ -303,7 +303,7 @@ def _in_pieces(
 @contextmanager
 def serving(mixers: Mixer | Mixers, memory: StateMemory) -> Iterator[Any]:
     """Mixers as in a packed step over `memory`, outside of an engine: gives the step, whose `batch` is to be set."""
-    step: Any = SimpleNamespace(batch=None, pages=SimpleNamespace(states=memory))
+    step: Any = SimpleNamespace(batch=None, state_rows=None, pages=SimpleNamespace(states=memory))
     mixers.switch(True)
     try:
         with running(step):

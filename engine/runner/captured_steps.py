@@ -12,6 +12,10 @@ sequences in a bucket of four, s the spare block:
                                                                                                    5 12 s s ...
     every other step (a prompt's chunk, drafts) takes the model's forward as ever              s  s s s ...
 
+Where there are recurrent layers, two more lists have the rows of the states that a sequence reads and writes
+(engine/kv/state_memory.py). Only operators may touch these states. A padding row begins with zeros and ends in a row
+that belongs to no sequence.
+
 The tensors of a bucket stay in place. A step fills one buffer (on CUDA pinned memory, copied to the device in one
 transfer) and replays. A captured step is compared with the same step uncaptured before it serves.
 
@@ -23,8 +27,9 @@ like others. They serve a bucket only if all of them found it right.
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +47,7 @@ Capture = Callable[[Call], Call]  # returns a function that repeats the given on
 
 LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them is as long as the vocabulary
 CPU_BYTES = 4 << 30  # read by a step: 0.25 s at 17 GB/s, and a capture saves 2 to 4 ms but costs five steps a bucket
+LONGS = 6  # lists of a bucket: ids, positions, blocks and offsets of their KV, and which states they read and write
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
 GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 
@@ -52,7 +58,7 @@ class Uncapturable(Exception):
 
 def capture_for(model: ModelRunner) -> Capture:
     """How steps of this model are captured on its device. Raises Uncapturable."""
-    if model.mixers is not None:
+    if model.mixers is not None and model.device.type == "cuda":
         raise Uncapturable("recurrent layers take the sequences of a step apart")
     if model.indexers is not None:
         raise Uncapturable("sparse indexers take the sequences of a step apart")
@@ -60,11 +66,28 @@ def capture_for(model: ModelRunner) -> Capture:
         return cuda_graphs()
     if model.kernels == REFERENCE:
         raise Uncapturable("the compiled operators do not serve")
-    if model.recorded is None:  # Python between the operators may keep tensors whose memory a capture would move
+    if model.recorded is None and model.mixers is None:  # transformers' Python, which may look at a step's values
         raise Uncapturable("the forward is not recorded")
     if model.step_bytes > CPU_BYTES:
         raise Uncapturable(f"a step reads {model.step_bytes >> 20} MiB, and a capture would save little of its time")
-    return operators
+    return operators if model.recorded is not None else operators_by_modules
+
+
+def operators_by_modules(call: Call) -> Call:
+    """As `operators`, of a forward by transformers' modules. Refused if they keep a tensor of a step: each replay would
+    change it. What they make in their first step they may keep, since it is no part of the captured one."""
+    call()
+    before = _tensors()  # which stay, so that no new one has the same id
+    out = call()
+    kept = [each for id_, each in _tensors().items() if id_ not in before and each is not out]
+    if kept:
+        raise Uncapturable(f"the forward keeps {len(kept)} tensors of a step, which each replay would change")
+    return operators(call)
+
+
+def _tensors() -> dict[int, torch.Tensor]:
+    """All of this process, by id."""
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
 
 
 def operators(call: Call) -> Call:
@@ -138,6 +161,9 @@ class Decode:
                     if model.group is not None and model.group.broken:
                         raise
                     raise Uncapturable(str(error).strip().partition("\n")[0]) from error
+                finally:
+                    if pages.states is not None:
+                        pages.states.forget()
         self.sizes = tuple(sizes)
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
@@ -149,10 +175,12 @@ class Decode:
         fits = rows <= self.sizes[-1] and max(map(len, batch.block_tables)) <= self._width
         if not fits or batch.adapters or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
             return None
+        if self._pages.states is not None and min(batch.positions) == 0:  # a first token has no state to go on from
+            return None
         batch.check(self._block_size, self._spare)  # so no table contains the spare block
         bucket = next(candidate for candidate in self._buckets if candidate.rows >= rows)
         with torch.inference_mode(), self._model.on_all_ranks(self._pages, batch, captured=True):
-            bucket.fill(batch.token_ids, batch.positions, batch.block_tables, batch.fed)
+            bucket.fill(batch.token_ids, batch.positions, batch.block_tables, batch.slots, batch.fed)
             return bucket.replay()[:rows]
 
 
@@ -180,7 +208,7 @@ class _Static(Step):
 
     def __init__(self, model: ModelRunner, pages: KvCache, rows: int, spare: int) -> None:
         ones, zeros = [1] * rows, [0] * rows
-        padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[])
+        padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[], slots=list(range(rows)))
         compiled = model.kernels != REFERENCE
         super().__init__(padding, pages, model.facts, model.device, compiled=compiled, cuda_kernel=model.cuda_kernel)
         del self.batch, self.cu_seq_q_host  # use of this batch's lists must fail: the next batch has others
@@ -195,7 +223,7 @@ class _Bucket:
     def __init__(self, model: ModelRunner, pages: KvCache, rows: int, width: int, spare: int, capture: Capture) -> None:
         self.rows, self._spare, self._size = rows, spare, pages.block_size
         cuda = model.device.type == "cuda"
-        longs, ints = 4 * rows, rows * (1 + width)
+        longs, ints = LONGS * rows, rows * (1 + width)
         self._host = torch.zeros(8 * longs + 4 * ints, dtype=torch.uint8, pin_memory=cuda)
         self._device = torch.zeros(self._host.shape, dtype=torch.uint8, device=model.device)
         self._copied: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # see `fill`
@@ -208,18 +236,26 @@ class _Bucket:
         lists, self._step.seqused_k, self._step.block_table = _views(self._device, rows, width)
         self._step.input_ids, self._step.position_ids = lists[0:1], lists[1:2]
         self._step.slot_block, self._step.slot_offset = lists[2], lists[3]
+        if pages.states is not None:
+            self._step.state_rows = lists[4:]
         self._step.max_k = width * pages.block_size
         self._wanted = torch.arange(rows, device=model.device)
         self._model, self._pages = model, pages
-        self.fill([], [], [])
+        self.fill()
         self.replay = capture(self._call)
         if (differs := self._differs()) is not None:
             raise Uncapturable(differs)
 
     def fill(
-        self, token_ids: list[int], positions: list[int], tables: list[list[int]], fed: torch.Tensor | None = None
+        self,
+        token_ids: Sequence[int] = (),
+        positions: Sequence[int] = (),
+        tables: Sequence[list[int]] = (),
+        slots: Sequence[int] = (),
+        fed: torch.Tensor | None = None,
     ) -> None:
-        """Puts one token of each sequence where the recorded step reads it; all other rows are padding."""
+        """Puts one token of each sequence where the recorded step reads it; all other rows are padding. The next step
+        writes the states of these slots, which must have some."""
         if self._copied is not None:
             self._copied.synchronize()  # until then the buffer belongs to the last copy
         count, size = len(tables), self._size
@@ -237,6 +273,8 @@ class _Bucket:
                 self._table[row, : len(new)] = new
                 self._table[row, len(new) : len(old)] = self._spare
                 self._tables[row] = list(new)  # a copy: the pool's own list grows
+        if self._pages.states is not None:
+            self._lists[4:] = self._pages.states.step_rows(slots, self.rows - count)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -253,39 +291,78 @@ class _Bucket:
         Takes as many sequences as fit into blocks 0 and on, with random KV in them, and leaves those zeroed. Of several
         ranks the first does what concerns the memory of all, and each compares its logits.
         """
-        pages, size = self._pages, self._size
+        pages, size, states = self._pages, self._size, self._pages.states
         per = 2 if self._model.max_model_len > size and self._spare > 1 else 1
         count = min(self.rows, self._spare // per)
         rng = random.Random(self.rows)
-        positions = [rng.randrange(min(per * size, self._model.max_model_len)) for _ in range(count)]
+        first = 0 if states is None else 1  # a first token has no state to go on from
+        positions = [rng.randrange(first, min(per * size, self._model.max_model_len)) for _ in range(count)]
         ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
         tables = [[per * row + block for block in range(per)] for row in range(count)]
+        slots = [] if states is None else list(range(count))
+        if slots:
+            self._begin_states(tables)
         used = pages.buffer[: per * count]
         owner = self._model.group is None or self._model.group.rank == 0
         if owner:
             _randomise_all(pages.all_heads(), per * count, self.rows)
-            before = used.clone()
+            before, begun = used.clone(), self._states(slots)
         self._all_ranks()
-        self.fill(ids, positions, tables)
-        expected = self._call().clone()
+        expected = self._uncaptured(ids, positions, tables, slots)
         self._all_ranks()
         if owner:
-            written = used.clone()
+            written, gone_on = used.clone(), self._states(slots)
             used.copy_(before)
+            for slot, state in zip(slots, begun, strict=True):
+                states.row(slot).copy_(state)
         self._all_ranks()
-        replayed = self.replay()
+        self.fill(ids, positions, tables, slots)
+        replayed = self.replay()[:count]
+        if states is not None:
+            states.commit()
         self._all_ranks()
         exact = pages.buffer.device.type == "cpu"
-        gap = ((replayed - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
-        same = torch.equal(replayed[:count], expected[:count]) if exact else gap <= GAP
+        gap = ((replayed - expected).abs().amax(-1) / expected.std(-1)).max().item()
+        same = torch.equal(replayed, expected) if exact else gap <= GAP
         if owner:
             same = same and (not exact or torch.equal(used, written))
+            same = same and all(map(torch.equal, self._states(slots), gone_on))
             used.zero_()
         same = self._all_ranks(same)
-        self.fill([], [], [])
+        self.fill()
         if same:
             return None
         return f"{self.rows} rows: the captured step differs from the step itself by {gap:.2g} of the logits' spread"
+
+    def _uncaptured(
+        self, ids: list[int], positions: list[int], tables: list[list[int]], slots: list[int]
+    ) -> torch.Tensor:
+        """Logits of the step itself, one row for each sequence. With states it is the step that the engine would run
+        without a capture: it reads and writes all of them."""
+        if not slots:
+            self.fill(ids, positions, tables)
+            return self._call()[: len(ids)].clone()
+        batch = Batch(slots=slots)
+        for token, position, table in zip(ids, positions, tables, strict=True):
+            batch.add([token], position, table, [0])
+        return self._forward(batch)
+
+    def _begin_states(self, tables: list[list[int]]) -> None:
+        """Of as many slots, after two tokens of prompts."""
+        batch, count = Batch(slots=list(range(len(tables)))), min(2, len(tables[0]) * self._size)
+        for row, table in enumerate(tables):
+            batch.add([(row + place) % self._model.vocab_size for place in range(count)], 0, table, [0])
+        self._forward(batch)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        logits = self._model.forward(self._pages, batch)
+        assert self._pages.states is not None
+        self._pages.states.commit()
+        return logits
+
+    def _states(self, slots: list[int]) -> list[torch.Tensor]:
+        """Copies of these slots' states."""
+        return [self._pages.states.row(slot).clone() for slot in slots] if self._pages.states is not None else []
 
     def _all_ranks(self, yes: bool = True) -> bool:
         """Whether all ranks say yes, when all have come here."""
@@ -311,6 +388,7 @@ def _randomise(kv: torch.Tensor, scales: torch.Tensor | None, generator: torch.G
 
 
 def _views(buffer: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parts of a bucket's bytes: int64 `[4, rows]`, int32 `[rows]` and int32 `[rows, width]`."""
-    longs, ints = buffer[: 32 * rows].view(torch.int64), buffer[32 * rows :].view(torch.int32)
-    return longs.view(4, rows), ints[:rows], ints[rows:].view(rows, width)
+    """Parts of a bucket's bytes: int64 `[LONGS, rows]`, int32 `[rows]` and int32 `[rows, width]`."""
+    end = 8 * LONGS * rows
+    longs, ints = buffer[:end].view(torch.int64), buffer[end:].view(torch.int32)
+    return longs.view(LONGS, rows), ints[:rows], ints[rows:].view(rows, width)

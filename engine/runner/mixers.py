@@ -76,9 +76,34 @@ class SlotStates:
     def _get(self, key: Key) -> State:
         if not self._previous or key not in self._memory:
             return None
-        if key[1] in self._takes and (key[1] == "conv" or self._memory.dtype(key) == torch.float32):
-            return SlotRows(self._memory, key, self._slots)
-        return self._memory.get(key, self._slots)
+        return SlotRows(self._memory, key, self._slots) if self._taken(key) else self._memory.get(key, self._slots)
+
+    def _taken(self, key: Key) -> bool:
+        return key[1] in self._takes and (key[1] == "conv" or self._memory.dtype(key) == torch.float32)
+
+
+class CapturedStates(SlotStates):
+    """In a captured step, whose sequences are others at each replay: the rows of their states are in a tensor, and only
+    operators can take them from there. StateMemory.step_rows assumes that each state is read and written once."""
+
+    def __init__(self, memory: StateMemory, rows: torch.Tensor, takes: Collection[str]) -> None:
+        super().__init__(memory, (), True, takes)
+        self._rows = rows
+
+    def update_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("a convolution keeps its columns without an operator")
+
+    def update_recurrent_state(self, recurrent_states: State, layer_idx: int, state_idx: int = 0) -> State:
+        if isinstance(recurrent_states, torch.Tensor):
+            raise RuntimeError(f"no operator writes the recurrent state of layer {layer_idx}")
+        return recurrent_states
+
+    def _get(self, key: Key) -> State:
+        if key not in self._memory:
+            return None
+        if not self._taken(key):
+            raise RuntimeError(f"no operator reads the {key[1]} state of layer {key[0]} where it is")
+        return SlotRows(self._memory, key, (), self._rows)
 
 
 def named(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -130,16 +155,18 @@ class Mixer(PackedModule):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()
         given = named(self.module, *args, **kwargs)
-        batch, total = step.batch, sum(step.batch.query_lens)
+        memory = step.pages.states
+        if step.state_rows is not None:
+            return self._alone(given, CapturedStates(memory, step.state_rows, self.takes))
+        batch: Batch = step.batch
+        total = sum(batch.query_lens)
+        if total == len(batch.slots) and min(batch.context_lens) > 1:
+            return self._alone(given, SlotStates(memory, batch.slots, True, self.takes))
         out: list[Any] = []
         single = False
         for rows, slots, previous in _calls(batch, self.by_token):
             part = {name: pick(value, rows, total) for name, value in given.items()}
-            part[self.argument] = SlotStates(step.pages.states, slots, previous, self.takes)
-            try:
-                result = self.forward(self.module, **part)
-            finally:
-                asked_for.set(None)
+            result = self._call(part, SlotStates(memory, slots, previous, self.takes))
             single = not isinstance(result, tuple)
             results = (result,) if single else result
             out = out or [_packed_like(each, total) for each in results]
@@ -147,6 +174,16 @@ class Mixer(PackedModule):
                 if isinstance(each, torch.Tensor):
                     whole[0, rows.flatten()] = each.flatten(0, 1)
         return out[0] if single else tuple(out)
+
+    def _alone(self, given: dict[str, Any], states: SlotStates) -> Any:
+        """Where each sequence adds one token to earlier ones, the step's rows are those of one call: views of them."""
+        return _turned(self._call({name: _turned(value) for name, value in given.items()}, states))
+
+    def _call(self, given: dict[str, Any], states: SlotStates) -> Any:
+        try:
+            return self.forward(self.module, **{**given, self.argument: states})
+        finally:
+            asked_for.set(None)
 
 
 class Mixers:
@@ -201,6 +238,13 @@ def pick(value: Any, rows: torch.Tensor, total: int) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(pick(each, rows, total) for each in value)
     return value
+
+
+def _turned(value: Any) -> Any:
+    """`[1, n, ...]` as `[n, 1, ...]`, and back: a view."""
+    if isinstance(value, torch.Tensor):
+        return value.transpose(0, 1)
+    return type(value)(map(_turned, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _packed_like(value: Any, total: int) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from engine.attention.forward_context import on_device
 from engine.kernels import REFERENCE, serving
 from engine.kv.state_memory import Key, StateMemory
 
@@ -35,12 +36,19 @@ NO_LIMIT = (0.0, float("inf"))
 class SlotRows:
     """One state of some sequences, for an operator. transformers' forwards pass it on, and may convert its type."""
 
-    def __init__(self, memory: StateMemory, key: Key, slots: Sequence[int]) -> None:
-        self._memory, self._key, self._slots = memory, key, slots
+    def __init__(
+        self, memory: StateMemory, key: Key, slots: Sequence[int], captured: torch.Tensor | None = None
+    ) -> None:
+        """`captured`: the rows, in place of those of the slots."""
+        self._memory, self._key, self._slots, self._captured = memory, key, slots, captured
 
-    def rows(self) -> tuple[torch.Tensor, list[int], list[int]]:
-        """As `StateMemory.rows`. The operator writes all of the new state."""
-        return self._memory.rows(self._key, self._slots)
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state in all rows, and the rows that are read and written, int64 `[2, n]`. The operator writes all of the
+        new state."""
+        view, rows = self._memory.view(self._key), self._captured
+        if rows is None:
+            rows = on_device(self._memory.rows(self._key, self._slots), torch.int64, view.device)
+        return view, rows
 
     def to(self, *_: Any, **__: Any) -> SlotRows:
         return self
@@ -106,9 +114,9 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
-    states, *rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
+    states, rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
     inputs = (each.contiguous() for each in (q, k, value.float(), g.float().exp(), beta.float()))
-    out: torch.Tensor = _operators(q).gated_delta.default(*inputs, states, *rows)
+    out: torch.Tensor = _operators(q).gated_delta.default(*inputs, states, rows)
     return out.to(query.dtype), _after(initial_state, states) if output_final_state else None
 
 
@@ -136,8 +144,8 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """As transformers', for one token of each sequence `[n, channels, 1]` after those of the state."""
     now = hidden_states.flatten(1).contiguous()
-    states, *rows = _rows(conv_state, (), now)
-    out = _operators(now).short_convolution_step.default(now, weight, bias, activation in SILU, states, *rows)
+    states, rows = _rows(conv_state, (), now)
+    out = _operators(now).short_convolution_step.default(now, weight, bias, activation in SILU, states, rows)
     if isinstance(conv_state, torch.Tensor):
         conv_state.copy_(states)
     return _activated(out.unsqueeze(-1), activation)
@@ -163,7 +171,7 @@ def mamba_selective_scan(
     x, b, c = (each.transpose(1, 2) for each in (hidden_states, B, C))
     x, dt, b, c = (each.float().unsqueeze(2) for each in (x, dt, b, c))
     before = asked_for.get()
-    states, *rows = _rows(before, (x.shape[0], x.shape[-1], A.shape[-1]), x)
+    states, rows = _rows(before, (x.shape[0], x.shape[-1], A.shape[-1]), x)
     out = _scan(x, dt, A, b, c, D, states, rows)[:, :, 0].to(hidden_states.dtype)
     out = _gated(out, None if z is None else z.transpose(1, 2)).transpose(1, 2)
     return (out, _after(before, states)) if return_last_state else out
@@ -190,7 +198,7 @@ def mamba_selective_state_update(
     dt = _time_steps(dt, dt_bias, dt_softplus)
     one = (slice(None), None, None) if hidden_states.dim() == 2 else (slice(None), None)  # token, and of Mamba head
     x, steps, b, c = (each.float()[one] for each in (hidden_states, dt, B, C))
-    states, *rows = _rows(state, (), x)
+    states, rows = _rows(state, (), x)
     out = _scan(x, steps, A, b, c, D, states, rows).view_as(hidden_states)
     if isinstance(state, torch.Tensor):
         state.copy_(states)
@@ -219,7 +227,7 @@ def mamba2_chunk_scan(
     dt = _time_steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     x = hidden_states.float()
     shape = (x.shape[0], *x.shape[2:], B.shape[-1])
-    states, *rows = _rows(initial_states, shape, x)
+    states, rows = _rows(initial_states, shape, x)
     out = _scan(x, dt.float(), A, B.float(), C.float(), None if D is None else D[:, None], states, rows)
     return (out, _after(initial_states, states)) if return_final_states else out
 
@@ -232,10 +240,10 @@ def _scan(
     C: torch.Tensor,
     D: torch.Tensor | None,
     states: torch.Tensor,
-    rows: Sequence[list[int]],
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     x, dt, A, B, C = (each.contiguous() for each in (x, dt, A.float(), B, C))
-    out: torch.Tensor = _operators(x).state_space_scan.default(x, dt, A, B, C, D, states, *rows)
+    out: torch.Tensor = _operators(x).state_space_scan.default(x, dt, A, B, C, D, states, rows)
     return out
 
 
@@ -252,9 +260,9 @@ def _activated(out: torch.Tensor, activation: str | None) -> torch.Tensor:
     return out if activation is None or activation in SILU else ACT2FN[activation](out)
 
 
-def _rows(state: State, shape: Sequence[int], like: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-    """States for an operator, the rows that it reads, -1 for zeros, and those that it writes. A tensor stays as it is;
-    without a state there are new rows of this shape in float32."""
+def _rows(state: State, shape: Sequence[int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States for an operator, and the rows that it reads, -1 for zeros, and those that it writes, int64 `[2, n]`. A
+    tensor stays as it is; without a state there are new rows of this shape in float32."""
     if isinstance(state, SlotRows):
         return state.rows()
     if state is None:
@@ -262,7 +270,7 @@ def _rows(state: State, shape: Sequence[int], like: torch.Tensor) -> tuple[torch
     else:
         own = state.to(like.dtype).clone(memory_format=torch.contiguous_format)
         having = list(range(len(own)))
-    return own, having, list(range(len(own)))
+    return own, on_device([having, list(range(len(own)))], torch.int64, own.device)
 
 
 def _after(before: State, states: torch.Tensor) -> State:

@@ -4,6 +4,9 @@ Layers of the sizes of published models, with random weights. The sides take tur
 can leave out: the products of the layer's linear layers with as many rows. Milliseconds of processor time, not of the
 clock, so that other processes disturb them less; the least of the repeats. transformers' side is one module over its
 own cache; the engine's is the same module as the engine runs it, with packed rows, slots and a commit after each step.
+
+Then whole decode steps of a model of this layer and a very small one with attention, by transformers' model and by an
+engine, whose steps are captured or not (engine/runner/captured_steps.py).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -20,10 +24,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
+from engine.core.sequence import Sequence
+from engine.engine import Engine
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.kv.kv_cache import layout_of
 from engine.kv.state_memory import StateMemory
 from engine.loading import state_probe
+from engine.loading.model_loader import load_model
 from engine.runner.mixers import Mixer
 from loadtest.harness.options import Repeats, Threads
 from loadtest.harness.stats import in_turn
@@ -64,6 +72,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
 }
 PAST = 5  # tokens before a decode step
+LONGEST = 1024  # tokens of a sequence whose steps are measured
 CASES = {"decode, 1 sequence": (1, 1), "decode, 8 sequences": (8, 1), "prompt of 512": (1, 512)}  # sequences, tokens
 
 
@@ -135,6 +144,40 @@ class Layer:
         return torch.randn(sequences, tokens, self._width, dtype=self._dtype)
 
 
+class Steps:
+    """Decode steps of a whole model, each call one more."""
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        self._theirs = model_of(config, dtype)
+        with TemporaryDirectory() as folder:
+            self._theirs.save_pretrained(folder)
+            self._ours = load_model(folder, dtype=dtype, device=CPU, max_model_len=LONGEST, block_size=16)
+
+    def transformers(self, sequences: int) -> Callable[[], None]:
+        cache, prompt = DynamicCache(config=self._theirs.config), torch.ones(sequences, PAST, dtype=torch.int64)
+        self._theirs(input_ids=prompt, past_key_values=cache)
+        return lambda: self._theirs(input_ids=prompt[:, :1], past_key_values=cache, logits_to_keep=1)
+
+    def engine(self, sequences: int, captured: bool) -> tuple[Callable[[], None], str]:
+        """And how its steps are captured."""
+        blocks = 2 * sequences * LONGEST // 16 + sequences * self._ours.layout().state_blocks
+        config = EngineConfig(
+            num_blocks=blocks, block_size=16, token_budget=512, max_running=sequences, spare_block=True
+        )
+        engine = Engine(self._ours, config)
+        how = engine.capture() if captured else "not captured"
+        for number in range(sequences):
+            prompt = [(number + place) % 64 for place in range(PAST)]
+            engine.add(Sequence(id=f"{number}", tokens=prompt, prompt_len=PAST, max_len=LONGEST))
+        while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
+            engine.step()
+        return lambda: asserted(engine.step()), how
+
+
+def asserted(done: object) -> None:
+    assert done, "the sequences have ended"
+
+
 def processor_s(run: Callable[[], None]) -> float:
     began = time.process_time()
     run()
@@ -165,3 +208,12 @@ def main(
                 print(
                     f"| {name} | {least['theirs']:.1f} | {least['ours']:.1f} | {least['products']:.1f} | {ratio:.2f} |"
                 )
+            print("\n| whole decode step | transformers | engine, captured | not captured | captured / transformers |")
+            print(f"|{'---|' * 5}")
+            steps = Steps(config, getattr(torch, dtype))
+            for count in (1, 8):
+                captured, how = steps.engine(count, captured=True)
+                sides = {"theirs": steps.transformers(count), "ours": captured, "not": steps.engine(count, False)[0]}
+                times = in_turn({key: partial(processor_s, side) for key, side in sides.items()}, repeats)
+                theirs, ours, plain = (min(times[key]) * 1e3 for key in sides)
+                print(f"| {count} sequences, {how} | {theirs:.1f} | {ours:.1f} | {plain:.1f} | {ours / theirs:.2f} |")

@@ -14,7 +14,8 @@ A program has a tile of a head's state in registers and takes the sequence's tok
 with another program. The layer's sizes alone choose the tile, so each sum has one order: a token has the same bits as a
 single token, in a chunk of any length, and beside any sequences. A single token is a chunk of one, by the same kernel.
 
-A row of `states` is read and a row is written for each sequence: `rows`, -1 for zeros, and `to`, which may be the same.
+A row of `states` is read and a row is written for each sequence, which may be the same: `rows` int64 `[2, n]` on the
+device, -1 for zeros. Their numbers are not checked, since the host would have to wait for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.forward_context import on_device
 from engine.gpu.operators import operator
 from engine.gpu.recurrent import kernels
 
@@ -49,8 +49,7 @@ def warps(summed: int, columns: int) -> int:
 
 
 @operator(
-    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) states, int[] rows, int[] to)"
-    " -> Tensor"
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) states, Tensor rows) -> Tensor"
 )
 def gated_delta(
     q: torch.Tensor,
@@ -59,8 +58,7 @@ def gated_delta(
     decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    rows: list[int],
-    to: list[int],
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     """q, k `[n, tokens, k heads, dk]`, v `[n, tokens, v heads, dv]`, decay `[n, tokens, v heads]` or `[n, tokens, v
     heads, dk]`, beta `[n, tokens, v heads]`: float32 and contiguous; states `[all rows, v heads, dk, dv]` in float32,
@@ -73,20 +71,20 @@ def gated_delta(
     assert heads % k_heads == 0, f"{k_heads} k heads for {heads} v heads"
     assert beta.shape == (n, tokens, heads), "beta of another shape"
     assert decay.shape == ((n, tokens, heads, dk) if channels else (n, tokens, heads)), "decay of another shape"
-    which = _rows(states, (heads, dk, dv), torch.float32, (rows, to), n)
+    _check_rows(states, (heads, dk, dv), torch.float32, rows, n)
     out = torch.empty_like(v)
     keys, columns = tile(dk, dv)
     if out.numel():
         kernels.gated_delta[(-(-dv // columns), heads, n)](
-            q, k, v, decay, beta, states, which, out, tokens, states.stride(0), heads // k_heads, dk, dv,
+            q, k, v, decay, beta, states, rows, out, tokens, states.stride(0), heads // k_heads, dk, dv,
             KEYS=keys, COLS=columns, CHANNELS=channels, num_warps=warps(keys, columns),
         )  # fmt: skip
     return out
 
 
 @operator(
-    "state_space_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) states, int[] rows,"
-    " int[] to) -> Tensor"
+    "state_space_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) states, Tensor rows)"
+    " -> Tensor"
 )
 def state_space_scan(
     x: torch.Tensor,
@@ -96,8 +94,7 @@ def state_space_scan(
     C: torch.Tensor,
     D: torch.Tensor | None,
     states: torch.Tensor,
-    rows: list[int],
-    to: list[int],
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     """x `[n, tokens, heads, dim]`; dt `[n, tokens, heads]` with A `[heads]`, or `[n, tokens, heads, dim]` with a decay
     of each element, A of heads * dim * size; B, C `[n, tokens, groups, size]`: float32 and contiguous. D is of any
@@ -111,13 +108,13 @@ def state_space_scan(
     assert dt.shape == (x.shape if own else x.shape[:3]), "dt of another shape"
     assert A.numel() == heads * (dim * size if own else 1), "A of another shape"
     assert math.prod(states.shape[1:]) == heads * dim * size, "states of another size"
-    which = _rows(states, states.shape[1:], torch.float32, (rows, to), n)
+    _check_rows(states, states.shape[1:], torch.float32, rows, n)
     skip = x if D is None else D.expand(heads, dim)  # what is not there is not read
     y = torch.empty_like(x)
     of_state, columns = tile(size, dim)
     if y.numel():
         kernels.state_space_scan[(-(-dim // columns), heads, n)](
-            x, dt, A, B, C, skip, states, which, y, tokens, *skip.stride()[:2], states.stride(0), heads // groups, dim,
+            x, dt, A, B, C, skip, states, rows, y, tokens, *skip.stride()[:2], states.stride(0), heads // groups, dim,
             size, COLS=columns, SIZE=of_state, OWN=own, SKIP=D is not None, num_warps=warps(of_state, columns),
         )  # fmt: skip
     return y
@@ -141,8 +138,7 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 @operator(
-    "short_convolution_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, int[] rows, int[] to)"
-    " -> Tensor"
+    "short_convolution_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, Tensor rows) -> Tensor"
 )
 def short_convolution_step(
     x: torch.Tensor,
@@ -150,21 +146,21 @@ def short_convolution_step(
     bias: torch.Tensor | None,
     silu: bool,
     states: torch.Tensor,
-    rows: list[int],
-    to: list[int],
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     """One token of each sequence, x `[n, channels]`, contiguous. A row of states has the `kept` tokens before it,
-    `[channels, kept]` in x's type, of which the last width - 1 are used. The new one is among those of row `to`."""
+    `[channels, kept]` in x's type, of which the last width - 1 are used. The row that is written has the new one,
+    too."""
     n, channels = x.shape
     assert x.is_contiguous(), "x is contiguous"
     _check_taps(weight, bias, channels)
     kept, width = states.shape[-1], weight.shape[1]
     assert kept >= width - 1, f"{kept} tokens are kept, for {width} taps"
-    which = _rows(states, (channels, kept), x.dtype, (rows, to), n)
+    _check_rows(states, (channels, kept), x.dtype, rows, n)
     y = torch.empty_like(x)
     if y.numel():
         kernels.short_convolution_step[(-(-channels // CHANNELS), n)](
-            x, weight, x if bias is None else bias, states, which, y, channels, *weight.stride(),
+            x, weight, x if bias is None else bias, states, rows, y, channels, *weight.stride(),
             0 if bias is None else bias.stride(0), states.stride(0), WIDTH=width, KEPT=kept, BIAS=bias is not None,
             SILU=silu, CHANNELS=CHANNELS, num_warps=4,
         )  # fmt: skip
@@ -180,19 +176,13 @@ def _check_taps(weight: torch.Tensor, bias: torch.Tensor | None, channels: int) 
     assert bias is None or bias.shape == (channels,), "a bias of another number of channels"
 
 
-def _rows(
-    states: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, rows: tuple[list[int], list[int]], n: int
-) -> torch.Tensor:
-    """Those that are read and those that are written, int64 `[2, n]` on the device of `states [all rows, *shape]`."""
-    having, into = rows
+def _check_rows(states: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, rows: torch.Tensor, n: int) -> None:
+    """Of `states [all rows, *shape]`."""
     assert states.dtype == dtype, "states of another type"
     assert states.shape[1:] == tuple(shape), "states of another shape"
     apart = 1
     for size, stride in zip(reversed(shape), reversed(states.stride()), strict=False):
         assert stride == apart or size == 1, "a row of states is contiguous"
         apart *= size
-    assert len(having) == len(into) == n, "one row each"
-    count = len(states)
-    assert max(having, default=-1) < count, "no such row of states"
-    assert 0 <= min(into, default=0) <= max(into, default=0) < count, "no such row of states"
-    return on_device([having, into], torch.int64, states.device)
+    assert rows.shape == (2, n) and rows.dtype == torch.int64 and rows.is_contiguous(), "one row each"  # noqa: PT018
+    assert rows.device == states.device, "the rows' numbers are on another device"
