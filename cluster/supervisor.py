@@ -251,7 +251,7 @@ class Supervisor:
                 sizes = {role: size for role, size in (await self._registry.wanted()).items() if role in ROLES}
                 lost = {role: size for role, size in self._wanted.items() if role not in sizes}
                 if lost:
-                    await self._registry.set_wanted(lost)
+                    await self._registry.keep_wanted(lost)
             except Unavailable as error:
                 log.warning("supervisor.registry_lost", error=error.message)
                 continue

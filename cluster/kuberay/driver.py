@@ -69,9 +69,7 @@ async def _want(settings: Settings) -> None:
     """Writes the first sizes, of the pools that have none. Routers are not Ray's here."""
     registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
     try:
-        known = await registry.wanted()
-        first = {"prefill": settings.prefill, "decode": settings.decode}
-        await registry.set_wanted({role: size for role, size in first.items() if role not in known})
+        await registry.keep_wanted({"prefill": settings.prefill, "decode": settings.decode})
     finally:
         await registry.close()
 

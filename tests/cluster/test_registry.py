@@ -116,6 +116,8 @@ async def test_wanted_sizes_come_back(registry: Registry) -> None:
     await registry.set_wanted({"decode": 2, "prefill": 1})
     await registry.set_wanted({"decode": 3})
     assert await registry.wanted() == {"decode": 3, "prefill": 1}
+    await registry.keep_wanted({"decode": 7, "router": 2})  # what has a size keeps it
+    assert await registry.wanted() == {"decode": 3, "prefill": 1, "router": 2}
 
 
 async def test_the_autoscalers_verdicts_come_back_and_expire(registry: Registry, valkey: EmbeddedValkey) -> None:

@@ -370,6 +370,25 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
         assert host.processes["decode-0"].graces == []
 
 
+async def test_a_size_that_is_set_while_lost_ones_are_written_back_stays(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tandem scale` may come between a supervisor's look at a registry that forgot and what it writes there."""
+    async with supervised(FakeHost(), registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        wanted = registry.wanted
+
+        async def overtaken() -> dict[str, int]:
+            monkeypatch.setattr(registry, "wanted", wanted)
+            await registry.set_wanted({"decode": 2})
+            return {}
+
+        monkeypatch.setattr(registry, "wanted", overtaken)
+        await registry.set_wanted({})  # announces a change, as anybody's would
+        await watch.until(Kind.READY, "decode-1")
+        assert await registry.wanted() == {"decode": 2}
+
+
 async def test_what_a_restarted_supervisor_finds_stays_wanted_by_a_registry_that_forgot(registry: Registry) -> None:
     """Both were lost at once, so nobody knows the sizes any more: a worker that dies afterwards is replaced."""
     host = FakeHost(survivors=("router-0", "decode-0", "decode-1"))
