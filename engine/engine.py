@@ -71,8 +71,7 @@ class Engine:
         self.spare = config.num_blocks if config.spare_block else None  # that block's id
         self.decode: Decode | None = None  # set by `capture`
         self.scheduler = Scheduler(self.pool, states, token_budget=config.token_budget, max_running=config.max_running)
-        plain = not states and speculation is None and model.lora is None and model.size == 1
-        self.ahead = RunAhead(self.scheduler, model, self.forward, on=plain and model.device.type == "cuda")
+        self.ahead = RunAhead(self.scheduler, model, self.forward, drafts=speculation is not None)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
         self.stepped = False  # the recurrent states are those after the step that runs

@@ -66,9 +66,11 @@ class Flight:
 
 class RunAhead:
     def __init__(
-        self, scheduler: Scheduler, model: ModelRunner, forward: Callable[[Batch], torch.Tensor], *, on: bool
+        self, scheduler: Scheduler, model: ModelRunner, forward: Callable[[Batch], torch.Tensor], *, drafts: bool
     ) -> None:
-        self.on = on
+        alone = model.device.type == "cuda" and model.size == 1
+        # Recurrent states, drafts and adapters' slots are the host's to change between two steps.
+        self.on = alone and scheduler.states is None and not drafts and model.lora is None
         self.flight: Flight | None = None  # the last one, if it has not landed
         self.owners: list[str] = []  # of blocks: the flights that have not landed, at most two
         self._scheduler, self._pool = scheduler, scheduler.pool

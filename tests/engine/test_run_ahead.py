@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ PLAIN = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2
 OTHER = Sampling(repetition_penalty=1.3, logprobs=1)
 AT_ONCE: Callable[[], bool] = lambda: True  # noqa: E731
 LATE: Callable[[], bool] = lambda: False  # noqa: E731
+EARLY = pytest.mark.parametrize("early", [LATE, AT_ONCE], ids=["late", "at once"])
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def expected(model: ModelRunner, whole: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["uncaptured", "captured"])
-@pytest.mark.parametrize("early", [LATE, AT_ONCE], ids=["late", "at once"])
+@EARLY
 def test_tokens_are_those_of_steps_that_are_waited_for(
     model: ModelRunner,
     whole: list[list[int]],
@@ -220,7 +222,7 @@ def test_blocks_run_out_as_they_do_without(
     assert built.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("early", [LATE, AT_ONCE], ids=["late", "at once"])
+@EARLY
 @pytest.mark.parametrize("number", range(1, 16))
 def test_a_step_that_fails_loses_nothing(
     model: ModelRunner,
@@ -516,8 +518,15 @@ def test_nothing_runs_ahead_on_cpu(model: ModelRunner) -> None:
     """One thread computes and plans there."""
     built = build(model)
     run(built, crowd())
-    assert not built.ahead.on
     assert built.ahead._launched == 0
+
+
+@pytest.mark.parametrize("but", [{}, {"device": CPU}, {"size": 2}, {"lora": True}, {"states": True}, {"drafts": True}])
+def test_steps_are_queued_where_nothing_changes_between_them_but_pages(but: dict[str, Any]) -> None:
+    """By one rank on CUDA, without adapters, recurrent states and drafts."""
+    facts = {"device": torch.device("cuda"), "size": 1, "lora": None, "states": None, "drafts": False, **but}
+    about: Any = SimpleNamespace(**facts, pool=None)
+    assert RunAhead(about, about, about, drafts=facts["drafts"]).on is not bool(but)
 
 
 def test_our_own_error_while_a_step_is_queued_is_not_retried(
