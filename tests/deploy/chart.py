@@ -63,10 +63,15 @@ def render(values: dict[str, Any], name: str = NAME, install: int = 0) -> list[D
 
 @functools.cache
 def _render(values: str, name: str, install: int) -> str:
-    with helm_python.Chart.load(CHART) as chart:
-        texts = chart.render(json.loads(values), name=name, namespace=NAMESPACE)
-    documents = (yaml.load_all(text, FAST) for path, text in texts.items() if path.endswith(".yaml"))
+    documents = (yaml.load_all(text, FAST) for text in texts(json.loads(values), name).values())
     return json.dumps([document for of_a_file in documents for document in of_a_file if document])
+
+
+def texts(values: dict[str, Any], name: str = NAME, namespace: str = NAMESPACE) -> dict[str, str]:
+    """The manifests as text, by their templates."""
+    with helm_python.Chart.load(CHART) as chart:
+        found = chart.render(values, name=name, namespace=namespace)
+    return {path: text for path, text in found.items() if path.endswith(".yaml")}
 
 
 def settings_schema() -> dict[str, Any]:

@@ -3,8 +3,9 @@
 {{- else if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
 {{- end }}
 
+{{- /* Quoted, as every value that a user chooses is: YAML reads a name such as 123 or on as something else. */}}
 {{- define "tandem.account" -}}
-{{ .Values.serviceAccount.name | default (ternary (include "tandem.name" .) "default" .Values.serviceAccount.create) }}
+{{ .Values.serviceAccount.name | default (ternary (include "tandem.name" .) "default" .Values.serviceAccount.create) | quote }}
 {{- end }}
 
 {{- /* The address on which processes listen. */}}
@@ -15,10 +16,10 @@
 {{- /* (root, component): what a Deployment selects; never to be changed */}}
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: tandem
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .root.Model }}
-tandem.model: {{ . }}
+tandem.model: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -83,11 +84,11 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- /* (root, image: router or worker) */}}
 {{- define "tandem.image" -}}
 {{- $image := .root.Values.image -}}
-{{ with $image.registry }}{{ . }}/{{ end }}{{ get $image .image }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ with get $image.digests .image }}@{{ . }}{{ end }}
+"{{ with $image.registry }}{{ . }}/{{ end }}{{ get $image .image }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ with get $image.digests .image }}@{{ . }}{{ end }}"
 {{- end }}
 
 {{- define "tandem.secret" -}}
-{{ .Values.secret | default (include "tandem.name" .) }}
+{{ .Values.secret | default (include "tandem.name" .) | quote }}
 {{- end }}
 
 {{- define "tandem.hardened" -}}
@@ -142,7 +143,7 @@ among them: a change of one pool's size must not restart the pods of the others.
 - {name: TANDEM_REDIS, value: "redis://:$(VALKEY_PASSWORD)@{{ include "tandem.name" .root }}-valkey:6379/0"}
 {{- else }}
 - name: TANDEM_REDIS
-  valueFrom: {secretKeyRef: {name: {{ required "redis.secret: without valkey, a Secret with the URL of a registry" $values.redis.secret }}, key: {{ $values.redis.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ required "redis.secret: without valkey, a Secret with the URL of a registry" $values.redis.secret | quote }}, key: {{ $values.redis.key | quote }}}}
 {{- end }}
 {{- range $name, $value := $settings }}
 - name: TANDEM_{{ upper $name }}
@@ -165,7 +166,7 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- define "tandem.hub_token" -}}
 {{- with .Values.model_cache.token }}
 {{- if .secret }}
-- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secret | quote }}, key: {{ .key | quote }}}}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -190,15 +191,15 @@ folder of the cache. */}}
 {{- if $own }}
   emptyDir: {sizeLimit: 1Gi}
 {{- else if eq .kind "claim" }}
-  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "tandem.name" $.root)) }}}
+  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "tandem.name" $.root)) | quote }}}
 {{- else if eq .kind "hostPath" }}
-  hostPath: {path: {{ required "model_cache.hostPath: a folder of the nodes that user 10001 may write to" .hostPath }}, type: Directory}
+  hostPath: {path: {{ required "model_cache.hostPath: a folder of the nodes that user 10001 may write to" .hostPath | quote }}, type: Directory}
 {{- else }}
-  emptyDir: {sizeLimit: {{ .size }}}
+  emptyDir: {sizeLimit: {{ .size | quote }}}
 {{- end }}
 {{- end }}
 {{- with .root.Values.cluster_tls.secret }}
-- {name: cluster-tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
+- {name: cluster-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
 
@@ -260,7 +261,7 @@ securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -273,13 +274,13 @@ hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
 {{- with .of.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .of.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .of.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -297,7 +298,7 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 topologySpreadConstraints:
   {{- range . }}
   - maxSkew: 1
-    topologyKey: {{ . }}
+    topologyKey: {{ . | quote }}
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels: {{- include "tandem.selector" $ | nindent 8 }}

@@ -1,7 +1,7 @@
 {{- /* (root, component, of): the pod of a worker, without what starts the worker. */}}
 {{- define "tandem.worker.volumes" -}}
 {{- include "tandem.volumes" (dict "root" .root "router" false) }}
-- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .of.shm }}}}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .of.shm | quote }}}}
 {{- with .of.volumes }}
 {{ toYaml . }}
 {{- end }}
@@ -52,7 +52,7 @@ limits: {{- toYaml . | nindent 2 }}
 {{- with .of.resourceClaims }}
 claims:
   {{- range . }}
-  - name: {{ .name }}
+  - name: {{ .name | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -177,7 +177,7 @@ spec:
     - type: prometheus
       metricType: AverageValue
       metadata:
-        serverAddress: {{ required "prometheus.url: where KEDA asks" $.root.Values.prometheus.url }}
+        serverAddress: {{ required "prometheus.url: where KEDA asks" $.root.Values.prometheus.url | quote }}
         query: sum({{ . }}{namespace={{ $.root.Release.Namespace | quote }},tandem={{ include "tandem.name" $.root | quote }},pool={{ $.component | quote }}{{ with $.root.Model }},model={{ $.root.Values.settings.served_model_name | default . | splitList "," | first | quote }}{{ end }}})
         threshold: {{ toJson $.of.target | quote }}
         ignoreNullValues: "false"
