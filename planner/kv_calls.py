@@ -29,9 +29,8 @@ def read(shapes: Shapes, config: dict[str, Any], attend: list[str], layers: int)
     if config.get("kv_lora_rank"):
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         return ((1, latent, rope),) * layers, f"latent attention: {latent} + {rope} elements per token and layer"
-    heads = first(config, "num_attention_heads", "n_head", "n_heads")
-    dim = config.get("head_dim") or first(config, "hidden_size", "n_embd", "d_model") // heads
-    found = [_of_module(module, shapes, dim) for module in attend if _is_a_layer(module, config)]
+    heads, dim = _heads(config)
+    found = [of_module(module, shapes, config) for module in attend if _is_a_layer(module, config)]
     kinds = Counter(found or [_of_config(config, heads, dim)])
     if len(kinds) == 1:
         (call,) = kinds
@@ -52,11 +51,19 @@ def _is_a_layer(module: str, config: dict[str, Any]) -> bool:
     return not drafts and _OTHER_INPUT.search(module) is None
 
 
-def _of_module(module: str, shapes: Shapes, dim: int) -> Call:
+def _heads(config: dict[str, Any]) -> tuple[int, int]:
+    """Of queries, and elements of each, by the config."""
+    heads = first(config, "num_attention_heads", "n_head", "n_heads")
+    return heads, config.get("head_dim") or first(config, "hidden_size", "n_embd", "d_model") // heads
+
+
+def of_module(module: str, shapes: Shapes, config: dict[str, Any]) -> Call:
+    """The call of one attention module, which has a K projection. Raises CheckpointRefused."""
+
     def rows(name: str) -> int:
         return shapes.get(f"{module}.{name}.weight", (0,))[0]
 
-    k_rows, norm = rows("k_proj"), rows("k_norm")
+    k_rows, norm, (_, dim) = rows("k_proj"), rows("k_norm"), _heads(config)
     if norm and rows("q_norm") != rows("q_proj"):  # otherwise it is over all heads together
         dim = norm
     if k_rows % dim:

@@ -7,10 +7,12 @@ projections. KV heads that are fewer than ranks are on several of them. The page
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.capacity import Shape, capacity, tensor_shapes
+from planner.kv_calls import of_module
 from tandem.errors import CheckpointRefused, SettingsError
 
 PREFIXES = ("model.", "transformer.", "language_model.")  # of the base model in the names of a checkpoint
@@ -30,16 +32,23 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
 
     config = read_config(folder)
     check_plan(config, ranks)
-    plan = config.get_text_config().base_model_tp_plan or {}
+    text = config.get_text_config()
+    plan, about = text.base_model_tp_plan or {}, text.to_dict()
     shapes = tensor_shapes(folder)
+
+    def kv_heads(module: str) -> int:
+        return of_module(module, shapes, about)[0]
+
     own = sum(
-        math.prod(size) // _parts(name, size, shape, plan, CUT, ranks)
+        math.prod(size) // _parts(name, plan, CUT, ranks, kv_heads)
         for name, size in shapes.items()
         if not name.startswith(HEAD) and not name.endswith(TABLES)
     )
     for vocab, width in (size for name, size in shapes.items() if _by_tokens(name)):
         own += vocab * width // (1 if vocab % ranks else ranks)
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
+    if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
+        raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
     calls = tuple((max(1, heads // ranks) if cut else heads, k_dim, v_dim) for heads, k_dim, v_dim in shape.calls)
     return replace(shape, ranks=ranks, rank_parameters=own, rank_calls=calls)
 
@@ -49,10 +58,8 @@ def _by_tokens(name: str) -> bool:
     return name.endswith(TABLES) or name == f"{HEAD}.weight"
 
 
-def _parts(
-    name: str, size: tuple[int, ...], shape: Shape, plan: dict[str, str], cut: frozenset[str], ranks: int
-) -> int:
-    """Of how many parts a rank has one."""
+def _parts(name: str, plan: dict[str, str], cut: frozenset[str], ranks: int, kv_heads: Callable[[str], int]) -> int:
+    """Of how many parts a rank has one. `kv_heads`: of an attention module; layers may differ."""
     module = name.removesuffix(".weight").removesuffix(".bias")
     for prefix in PREFIXES:
         module = module.removeprefix(prefix)
@@ -63,7 +70,9 @@ def _parts(
         style = next((plan[key] for key in plan if key.startswith(f"{whole}.") and plan[key] in cut), None)
     if style not in cut or (name.endswith(".bias") and style.startswith("rowwise")):
         return 1
-    return min(ranks, shape.calls[0][0]) if module.endswith(KV) and style == "colwise" else ranks
+    if module.endswith(KV) and style == "colwise":
+        return min(ranks, kv_heads(name.rpartition(".")[0].rpartition(".")[0]))
+    return ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from engine.parallel.tp_plan import check_plan, check_settings
 from engine.parallel.weight_cut import Part
 from engine.runner import captured_steps
 from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.microbench import families
 from planner.capacity import read_shape
 from planner.ranks import fits, of_one_rank, of_ranks
 from tandem.errors import CheckpointRefused, SettingsError, TandemError, Unavailable
@@ -141,6 +142,19 @@ def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path)
         assert engine.model.recorded is not None or engine.model.latent
         assert engine.model.sum_order.endswith(f"x{ranks}")
         assert (engine.decode is None) == (engine.model.latent or cut == "qwen3-moe")  # as with one rank
+
+
+def test_each_layer_is_planned_with_its_own_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers differ, four ranks share the four heads of one layer and have copies of the two heads of another."""
+    few = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    monkeypatch.setitem(families.MORE, "gemma4_text", families.MORE.get("gemma4_text", {}) | few)
+    families.make("gemma4_text", tmp_path)
+    assert {heads for heads, _, _ in read_shape(tmp_path).calls} == {4, 2}
+    planned = of_ranks(read_shape(tmp_path), tmp_path, 4)
+    with engine_of(tmp_path, 4) as (engine, _):
+        assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
+        kept = sum(view[0].nbytes for view in (*engine.pages.k, *engine.pages.v))
+        assert of_one_rank(planned).block_bytes(BLOCK, "float32") == kept
 
 
 def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,8 +553,10 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(tiny: Path, monkeypatch: py
 def test_a_model_that_cannot_be_cut_is_refused(
     shape: str, changes: dict[str, Any], ranks: int, why: str, tmp_path: Path
 ) -> None:
-    """With the reason; by its config before a process is started or a weight read."""
+    """With the reason, by a worker and by the planner; by its config before a process is started or a weight read."""
     make_checkpoint(tmp_path, shape, dtype="float32", **changes)
+    with pytest.raises(CheckpointRefused, match=why):
+        of_ranks(read_shape(tmp_path), tmp_path, ranks)
     with pytest.raises(CheckpointRefused, match=why), engine_of(tmp_path, ranks):
         pass
 
