@@ -162,9 +162,6 @@ class AutoTransport:
     def _pair(self, peer: Peer) -> _Pair:
         """Of a source that is being connected. Raises IncompatibleLayout."""
         kinds = self._kinds(peer)
-        for name, other in list(self._pairs.items()):
-            if other.peer.worker_id == peer.worker_id and name != peer.agent_name:
-                self.forget(other.peer)
         pair = self._pairs.setdefault(peer.agent_name, _Pair(peer, kinds))
         if pair.peer != peer:  # its default transport had to restart
             pair.peer, pair.kinds, pair.connected = peer, kinds, set()

@@ -41,8 +41,8 @@ class Transport(Protocol):
     returned or raised, by any path, none of its bytes can reach the local blocks any more.
 
     TransferFailed means that bytes did not arrive: an error of the link, or no progress. The peer may be alive, and may
-    be connected and read again. WorkerLost means that this incarnation must not be read from again: it was forgotten or
-    replaced, or this transport is closed.
+    be connected and read again. WorkerLost means that the connection is gone: the peer was forgotten, or has described
+    itself anew, or this transport is closed.
     """
 
     kind: str  # its name in settings
@@ -66,9 +66,9 @@ class Transport(Protocol):
     async def connect(self, peer: Peer, timeout: float) -> None:
         """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
 
-        Any other incarnation of the same worker is forgotten. Peers connect concurrently. Raises IncompatibleLayout
-        before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL_S seconds, or the
-        attempt took longer than `timeout`) and WorkerLost.
+        Peers connect concurrently, several incarnations of one worker among them: none takes another's place, and the
+        owner forgets those that have ended. Raises IncompatibleLayout before any byte moves, TransferFailed (the peer
+        is not there, makes no progress for STALL_S seconds, or the attempt took longer than `timeout`) and WorkerLost.
         """
 
     async def read(

@@ -50,7 +50,6 @@ class InProcessTransport:
     async def connect(self, peer: Peer, timeout: float) -> None:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         self._find(peer)
-        self._connected = {n: p for n, p in self._connected.items() if p.worker_id != peer.worker_id}
         self._connected[peer.agent_name] = peer
 
     async def read(

@@ -80,10 +80,10 @@ class NixlReads:
     # ---- what the event loop submits
 
     def introduce(self, peer: Peer) -> bool:
-        """Puts the peer in place of any other incarnation of its worker. False if it is connected already."""
-        for name, remote in self.remotes.items():
-            if remote.peer.worker_id == peer.worker_id and remote.peer != peer:
-                self.lose(name, f"{name} was replaced by {peer.agent_name}")
+        """Puts the peer in place of what was known under its name. False if it is connected already."""
+        known = self.remotes.get(peer.agent_name)
+        if known is not None and known.peer != peer:
+            self.lose(peer.agent_name, f"{peer.agent_name} has a new agent")
         self.tidy()
         known = self.remotes.get(peer.agent_name)
         if known is not None and (known.lost or known.silent):

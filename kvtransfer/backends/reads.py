@@ -87,7 +87,7 @@ class Remote:
     renew: bool = False
     # A batch has stalled: no new reads until the batches in flight have ended.
     silent: bool = False
-    # Forgotten, or replaced by another incarnation: it is removed with its last read.
+    # Forgotten, or its agent has been replaced: it is removed with its last read.
     lost: bool = False
     # In the order of their turns.
     reads: list[Read] = field(default_factory=list)

@@ -135,27 +135,47 @@ async def test_requests_go_around_a_prefill_worker_whose_kv_does_not_arrive(
         await cluster.freed(2.0)
 
 
-@pytest.mark.parametrize("transport", ["nixl"])
-async def test_a_connection_that_was_lost_is_made_again(
-    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A router with an old view has a request served by the former incarnation of a worker, which still runs: its
-    connection takes the place of the later one's, which is a failed transfer and not a lost worker."""
-    monkeypatch.setattr("services.router.routing.request_scheduler.SUSPECT_S", 0.5)
-    prompts, watch = oracle.prompts(tiny, [40 + index for index in range(60)]), Stopwatch()
+@all_transports
+async def test_two_incarnations_of_a_worker_that_both_run_do_not_disturb_each_other(inside: Any, tiny: Path) -> None:
+    """A router with an old view has requests served by the former one, others by the later one, in turn. The former
+    one's connection is dropped with its last request."""
+    prompts = oracle.prompts(tiny, [40 + index for index in range(6)])
     async with inside() as cluster:
         old, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
         new = await cluster.start_worker("prefill-0")
         links = decode._peers._links  # type: ignore[attr-defined]
         await until(lambda: set(links) == {("prefill-0", new.incarnation)}, 10, lambda: links)
-        assert (await cluster.client.generate(prompts[0], max_tokens=1)).receipt.path == "disaggregated"
         async with grpc.aio.insecure_channel(decode.address) as channel:
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
             where = {"worker_id": "prefill-0", "address": old.address, "incarnation": old.incarnation}
-            request = decode_pb2.DecodeRequest(
-                request_id="r", token_ids=prompts[0], prompt_tokens=40, max_tokens=2, sampling=GREEDY, prefill=where
-            )
-            assert await decoded(stub, request) == oracle.greedy(tiny, prompts[0], 2)
+            for count, (by_old, by_new) in enumerate(zip(prompts[::2], prompts[1::2], strict=True)):
+                request = decode_pb2.DecodeRequest(
+                    request_id=f"r{count}",
+                    token_ids=by_old,
+                    prompt_tokens=len(by_old),
+                    max_tokens=2,
+                    sampling=GREEDY,
+                    prefill=where,
+                )
+                assert await decoded(stub, request) == oracle.greedy(tiny, by_old, 2)
+                done = await cluster.client.generate(by_new, max_tokens=2, ignore_eos=True)
+                assert done.token_ids == oracle.greedy(tiny, by_new, 2)
+                assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+        await until(lambda: set(links) == {("prefill-0", new.incarnation)}, 10, lambda: links)
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+async def test_a_connection_that_was_lost_is_made_again(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its source lives, as when its agent was replaced: that is a failed transfer and not a lost worker."""
+    monkeypatch.setattr("services.router.routing.request_scheduler.SUSPECT_S", 0.5)
+    prompts, watch = oracle.prompts(tiny, [40 + index for index in range(60)]), Stopwatch()
+    async with inside() as cluster:
+        decode: Any = cluster.workers["decode-0"]
+        assert (await cluster.client.generate(prompts[0], max_tokens=1)).receipt.path == "disaggregated"
+        [link] = decode._peers._links.values()
+        decode.transport.forget(link.peer)
         receipts: list[Any] = []
         while not receipts or (receipts[-1].path, receipts[-1].attempts) != ("disaggregated", 1):
             assert watch.within(20.0), receipts[-1].notes

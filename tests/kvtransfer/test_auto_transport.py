@@ -124,14 +124,16 @@ async def test_a_comparison_gives_every_transport_another_chance(two: Any) -> No
 
 
 async def test_another_incarnation_begins_anew_and_all_is_closed(two: Any) -> None:
-    """What was measured of the one before says nothing; both transports forget it. Closing reaches every transport."""
+    """What was measured of the one before says nothing of it, and stays until that one is forgotten by both transports.
+    Closing reaches every transport."""
     auto, nixl, nccl = two
     nixl.works = False
     await auto.compare(peer(), [0])
     later = peer(incarnation="2", agent_name="source@2")
     await auto.connect(later, 1.0)
+    assert (auto.link(later), auto.link(peer())) == ("nixl", "nccl")
+    auto.forget(peer())
     assert nixl.forgotten == nccl.forgotten == ["source@1"]
-    assert auto.link(later) == "nixl"
     with pytest.raises(WorkerLost):
         await auto.read(peer(), [(0, 0)], 1.0)
     with pytest.raises(RuntimeError, match="nixl"):

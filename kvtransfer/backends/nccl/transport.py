@@ -99,9 +99,6 @@ class NcclTransport:
             )
         if self._closed:
             raise WorkerLost(f"{self._worker_id} is closed")
-        for name, other in list(self._peers.items()):
-            if other.worker_id == peer.worker_id and name != peer.agent_name:
-                self._lose(name, f"{name} was replaced by {peer.agent_name}")
         self._peers[peer.agent_name] = peer
         await self._linked(peer, timeout)
 
@@ -142,7 +139,9 @@ class NcclTransport:
         return ""
 
     def forget(self, peer: Peer) -> None:
-        self._lose(peer.agent_name, f"{peer.agent_name} was forgotten")
+        self._peers.pop(peer.agent_name, None)
+        if link := self._links.pop(peer.agent_name, None):
+            link.end(WorkerLost(f"{peer.agent_name} was forgotten"))
 
     def one_sided(self, peer: Peer) -> bool:
         """The source's link has a thread of its own, so it need not be `serving`."""
@@ -215,11 +214,6 @@ class NcclTransport:
             for task in (listening, ending):
                 task.cancel()
             link.end(error)
-
-    def _lose(self, name: str, why: str) -> None:
-        self._peers.pop(name, None)
-        if link := self._links.pop(name, None):
-            link.end(WorkerLost(why))
 
     # ---- the prefill worker
 
