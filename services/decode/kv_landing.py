@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
 import structlog
@@ -31,7 +31,7 @@ from tandem.errors import IncompatibleLayout, InternalError, TandemError, Transf
 log = structlog.get_logger(__name__)
 
 STAGED_BYTES = 2 * PART_BYTES  # of one layout: two of the largest parts that a source announces at a time
-MOST = 2  # layouts other than the worker's own: those before and after an upgrade
+MOST = 2  # layouts at a time other than the worker's own: those before and after an upgrade
 
 
 class KvLanding:
@@ -72,6 +72,11 @@ class KvLanding:
                 await self._given.wait()
             places, self._free = self._free[:count], self._free[count:]
             return places
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is read into the staging or converted from it."""
+        return len(self._free) == self.count
 
     def give(self, places: abc.Sequence[int]) -> None:
         """On the event loop."""
@@ -143,31 +148,53 @@ class Landed:
 
 
 class KvLandings:
-    """Those of one decode worker, made when a source needs one."""
+    """Those of one decode worker, made when a source needs one. One that no source needs any more is given up when
+    another layout needs its room."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._made: dict[str, KvLanding] = {}
+        self._made: dict[str, KvLanding] = {}  # by the layout's hash; the one that was asked for last is the last
+        self._not_closed: list[KvLanding] = []  # bytes may still come: their memory stays
         self._making = asyncio.Lock()
 
-    async def of(self, layout: KvLayout) -> KvLanding | None:
-        """None: blocks are read to where they belong. Raises IncompatibleLayout with the reasons, and what making a
-        transport raises."""
+    async def of(self, layout: KvLayout, in_use: Callable[[], Collection[str]]) -> KvLanding | None:
+        """None: blocks are read to where they belong. `in_use`: the hashes of the layouts of all sources. Raises
+        IncompatibleLayout with the reasons, and what making a transport raises."""
         names = converters(layout, self._worker.layout)
         if not names:
             return None
         # A caller that is cancelled leaves it to the next one, or to `close`.
-        return await asyncio.shield(asyncio.ensure_future(self._landing(layout, names)))
+        return await asyncio.shield(asyncio.ensure_future(self._landing(layout, names, in_use)))
 
-    async def _landing(self, layout: KvLayout, names: abc.Sequence[str]) -> KvLanding:
+    async def _landing(
+        self, layout: KvLayout, names: abc.Sequence[str], in_use: Callable[[], Collection[str]]
+    ) -> KvLanding:
         async with self._making:
-            if layout.hash() not in self._made:
+            landing = self._made.pop(layout.hash(), None)
+            if landing is None:
                 if len(self._made) == MOST:
-                    raise IncompatibleLayout(f"this worker converts from {MOST} other layouts already")
+                    await self._give_up_one(in_use())
                 loop = asyncio.get_running_loop()
-                made = await asyncio.to_thread(KvLanding, self._worker, layout, names, loop)
-                self._made[layout.hash()] = made
-            return self._made[layout.hash()]
+                landing = await asyncio.to_thread(KvLanding, self._worker, layout, names, loop)
+            self._made[layout.hash()] = landing
+            return landing
+
+    async def _give_up_one(self, in_use: Collection[str]) -> None:
+        """The one that was asked for longest ago, of those without a source. Raises IncompatibleLayout."""
+        for name, landing in self._made.items():
+            if name not in in_use and landing.empty:
+                del self._made[name]
+                log.info("landing.given_up", layout=name)
+                await self._close(landing)
+                return
+        raise IncompatibleLayout(f"this worker converts from {MOST} other layouts already")
+
+    async def _close(self, landing: KvLanding) -> None:
+        try:
+            await asyncio.to_thread(landing.transport.close)
+        except InternalError:  # bytes may still come, into a staging that nobody reads any more
+            log.exception("landing.transport_not_closed", layout=landing.layout.hash())
+            self._not_closed.append(landing)
 
     def at(self, peer: Peer) -> KvLanding | None:
         """Of a source that has been connected."""
@@ -181,8 +208,5 @@ class KvLandings:
     async def close(self) -> None:
         async with self._making:
             for landing in self._made.values():
-                try:
-                    await asyncio.to_thread(landing.transport.close)
-                except InternalError:  # bytes may still come, into a staging that nobody reads any more
-                    log.exception("landing.transport_not_closed", layout=landing.layout.hash())
+                await self._close(landing)
             self._made.clear()

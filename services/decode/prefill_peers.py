@@ -63,7 +63,7 @@ class PrefillPeer:
 class _Link:
     incarnation: Incarnation
     address: str
-    peer: Peer | None = None  # as last passed to the transport
+    peer: Peer | None = None  # as it last described itself
     transport: Transport | None = None
     connecting: asyncio.Task[PrefillPeer] | None = None
     users: int = 0
@@ -195,10 +195,10 @@ class PrefillPeers:
                     f"{address} is {peer.worker_id}, incarnation {peer.incarnation}, not {worker_id}, {incarnation}",
                     reason="STALE_INCARNATION",
                 )
+            link.peer = peer  # from here on it needs a landing of its layout
             landing = await self._landing(worker_id, answer.layout_json)
-            transport = landing.transport if landing else self._transport
+            link.transport = transport = landing.transport if landing else self._transport
             transport.dial = self._dial
-            link.peer, link.transport = peer, transport
             try:
                 await transport.connect(peer, CONNECT_TIMEOUT_S)
             except DeadlineExceeded as error:
@@ -218,12 +218,15 @@ class PrefillPeers:
     async def _landing(self, worker_id: str, layout_json: str) -> KvLanding | None:
         """Raises IncompatibleLayout."""
         try:
-            return await self._landings.of(KvLayout.from_json(layout_json))
+            return await self._landings.of(KvLayout.from_json(layout_json), self._layouts)
         except IncompatibleLayout as error:
             raise IncompatibleLayout(f"{worker_id} cannot hand over to this worker: {error.message}") from error
         except (ValueError, KeyError, TypeError) as error:
             what = f"{worker_id} describes its blocks in a way that this worker does not know: {error}"
             raise IncompatibleLayout(what) from error
+
+    def _layouts(self) -> set[str]:
+        return {link.peer.layout_hash for link in self._links.values() if link.peer is not None}
 
     def _dial(self, peer: Peer, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
         """For a transport whose sources act: a call to a source that this worker has a link to."""

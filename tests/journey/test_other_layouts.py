@@ -23,6 +23,7 @@ from tests.support import oracle
 from tests.support.faults import Harm, only_first, slow_down
 from tests.support.memory import block_view
 from tests.support.rank_copies import rank_copies
+from tests.support.waiting import until
 
 NEW = 12
 WITHIN_S = 60.0  # a job whose deltas did not say what computed them would wait for minutes
@@ -198,6 +199,36 @@ async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> Non
         await check(cluster)
     assert seen[0] == seen[-1] == ""
     assert "blocks of 16 to 8 tokens" in seen
+
+
+@pytest.mark.parametrize("transport", ["nixl"])
+async def test_a_third_layout_is_converted_when_no_source_has_one_of_the_two_before_it(inside: Any, tiny: Path) -> None:
+    """As after two upgrades of the prefill pool under one decode worker. While two others are there, a further one is
+    refused, and the pairs of these go on."""
+    prompts = oracle.prompts(tiny, [20, 70])
+    async with inside(prefill=0) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=16)
+        await with_prefill(cluster, "prefill-1", block_size=4)
+        await cluster.seen(3)
+
+        async def converted() -> list[str]:
+            return sorted(pair.converted for pair in (await cluster.client.diagnose()).pairs if pair.compatible)
+
+        assert await converted() == ["blocks of 16 to 8 tokens", "blocks of 4 to 8 tokens"]
+        await with_prefill(cluster, "prefill-2", block_size=32)
+        await cluster.seen(4)
+        assert await converted() == ["blocks of 16 to 8 tokens", "blocks of 4 to 8 tokens"]
+        await cluster.workers.pop("prefill-2").stop(5.0)
+        before, links = cluster.workers.pop("prefill-0"), cluster.workers["decode-0"]._peers._links
+        await before.stop(5.0)
+        await with_prefill(cluster, "prefill-0", block_size=32)
+        await cluster.seen(3)
+        await until(lambda: ("prefill-0", before.incarnation) not in links)
+        assert await converted() == ["blocks of 32 to 8 tokens", "blocks of 4 to 8 tokens"]
+        for done, prompt in zip(await answers(cluster, prompts), prompts, strict=True):
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+        assert all_given_back(cluster)
 
 
 @pytest.mark.parametrize("kind", ["stream", "job"])

@@ -1,15 +1,17 @@
-"""What a landing tells about blocks that it has converted. On stand-ins: the numbers are in test_kv_converter.py."""
+"""What a landing tells about blocks that it has converted, and which one is given up for another. On stand-ins: the
+numbers are in test_kv_converter.py."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from services.decode import kv_landing
-from services.decode.kv_landing import KvLanding, Landed
+from services.decode.kv_landing import KvLanding, KvLandings, Landed
+from tandem.errors import IncompatibleLayout, InternalError
 
 
 def test_a_place_is_given_back_after_the_device_has_converted_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +31,58 @@ def test_a_place_is_given_back_after_the_device_has_converted_it(monkeypatch: py
     landed = Landed(landing, [0], range(16), {0: 3})
     landed.digest_blocks([(0, b"context")])
     assert told == ["queued", "cuda done", "given"]
+
+
+class Stands:
+    """In place of a KvLanding; `closed` has the names of those whose transport was closed."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __init__(self, _worker: Any, layout: Any, *_: Any) -> None:
+        self.layout, self.empty, self.transport, self.closes = layout, True, self, True
+
+    def close(self) -> None:
+        if not self.closes:
+            raise InternalError("a peer may still write")
+        self.closed.append(self.layout.hash())
+
+
+@pytest.fixture
+def landings(monkeypatch: pytest.MonkeyPatch) -> KvLandings:
+    monkeypatch.setattr(kv_landing, "KvLanding", Stands)
+    monkeypatch.setattr(kv_landing, "converters", lambda *_: ["blocks"])
+    monkeypatch.setattr(Stands, "closed", [])
+    return KvLandings(SimpleNamespace(layout=None))  # type: ignore[arg-type]
+
+
+async def landing(landings: KvLandings, name: str, *in_use: str) -> Any:
+    return await landings.of(SimpleNamespace(hash=lambda: name), lambda: in_use)  # type: ignore[arg-type]
+
+
+async def test_a_third_layout_takes_the_room_of_the_one_that_was_asked_for_longest_ago(landings: KvLandings) -> None:
+    """Its transport is closed before the other is made."""
+    for name in ("a", "b", "a", "c"):
+        await landing(landings, name)
+    assert Stands.closed == ["b"]
+    assert await landing(landings, "a") in landings._made.values()
+    assert Stands.closed == ["b"]
+
+
+async def test_a_landing_that_a_source_needs_or_that_is_read_into_stays(landings: KvLandings) -> None:
+    """A third layout is refused as long as that holds of both, and served after it."""
+    (await landing(landings, "a")).empty = False
+    await landing(landings, "b")
+    with pytest.raises(IncompatibleLayout, match="2 other layouts"):
+        await landing(landings, "c", "b", "c")
+    assert Stands.closed == []
+    await landing(landings, "c", "c")
+    assert Stands.closed == ["b"]
+
+
+async def test_the_memory_of_a_transport_that_cannot_be_closed_stays(landings: KvLandings) -> None:
+    """A peer may still write to it; the third layout is served all the same."""
+    first = await landing(landings, "a")
+    first.closes = False
+    await landing(landings, "b")
+    await landing(landings, "c")
+    assert landings._not_closed == [first]
