@@ -35,26 +35,24 @@ def scale(
     output: Output = TEXT,
 ) -> None:
     """Set how many workers of a role are wanted; the cluster starts or drains workers until it has them."""
-    wanted: dict[str, dict[str, int]] = {}
-    for model, role, size in map(_parse_size, sizes):
-        if role in wanted.setdefault(model, {}):
+    wanted: dict[str, int] = {}
+    for pool, size in map(_parse_size, sizes):
+        if pool in wanted:
             raise typer.BadParameter("name each pool once")
-        wanted[model][role] = size
+        wanted[pool] = size
     with connected(target) as client:
         from cli import rendering
 
-        for model, pools in wanted.items():
-            answer = client.scale(**pools, model=model)
+        answer = client.scale(pools=wanted)
         print_json({"wanted": answer}) if output is JSON else print(f"wanted: {rendering.wanted(answer)}")
 
 
-def _parse_size(text: str) -> tuple[str, str, int]:
-    """Model, role and size."""
+def _parse_size(text: str) -> tuple[str, int]:
+    """Pool and size."""
     pool, _, number = text.partition("=")
-    model, _, role = pool.rpartition("/")
-    if role not in ("prefill", "decode") or not number.isdecimal():
+    if pool.rpartition("/")[2] not in ("prefill", "decode") or not number.isdecimal():
         raise typer.BadParameter(f"{text!r} is not prefill=N or decode=N, with MODEL/ before it where needed")
-    return model, role, int(number)
+    return pool, int(number)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Self, Unpack, overload
 
@@ -149,10 +149,12 @@ class AsyncClient(_Connection):
         """Every worker of the cluster, and the wanted pool sizes."""
         return await self._ask(_WORKERS)
 
-    async def scale(self, prefill: int | None = None, decode: int | None = None, *, model: str = "") -> dict[str, int]:
-        """Set how many workers are wanted; None keeps a pool. `model`: of which, where the cluster serves several.
-        Returns the wanted sizes of all pools."""
-        return await self._ask(_scale(prefill, decode, model))
+    async def scale(
+        self, prefill: int | None = None, decode: int | None = None, *, pools: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Set how many workers are wanted; a pool that is not named keeps its number. `pools`: by name, MODEL/ROLE
+        where the cluster serves several models. Returns the wanted sizes of all pools."""
+        return await self._ask(_scale(prefill, decode, pools))
 
     async def autoscaling(self) -> Autoscaling:
         """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""

@@ -11,7 +11,7 @@ refuses only what cannot be put into a message.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Self, Unpack, overload
 
@@ -155,10 +155,12 @@ class Client(_Connection):
         """Every worker of the cluster, and the wanted pool sizes."""
         return self._ask(_WORKERS)
 
-    def scale(self, prefill: int | None = None, decode: int | None = None, *, model: str = "") -> dict[str, int]:
-        """Set how many workers are wanted; None keeps a pool. `model`: of which, where the cluster serves several.
-        Returns the wanted sizes of all pools."""
-        return self._ask(_scale(prefill, decode, model))
+    def scale(
+        self, prefill: int | None = None, decode: int | None = None, *, pools: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Set how many workers are wanted; a pool that is not named keeps its number. `pools`: by name, MODEL/ROLE
+        where the cluster serves several models. Returns the wanted sizes of all pools."""
+        return self._ask(_scale(prefill, decode, pools))
 
     def autoscaling(self) -> Autoscaling:
         """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -61,13 +61,13 @@ def _model_info(model: str) -> _Question[ModelInfo]:
     return _Question(f"/{GENERATION}/GetModelInfo", request, generation_pb2.GetModelInfoResponse, results.model_info)
 
 
-def _scale(prefill: int | None, decode: int | None, model: str) -> _Question[dict[str, int]]:
+def _scale(prefill: int | None, decode: int | None, pools: Mapping[str, int] | None) -> _Question[dict[str, int]]:
     request = admin_pb2.ScalePoolsRequest()
-    for role, size in (("prefill", prefill), ("decode", decode)):
+    for pool, size in {"prefill": prefill, "decode": decode, **(pools or {})}.items():
         try:
-            request.wanted.update({} if size is None else {f"{model}/{role}" if model else role: size})
+            request.wanted.update({} if size is None else {pool: size})
         except (TypeError, ValueError) as error:
-            raise _unencodable(role, size, "an integer of 32 bits, 0 or more") from error
+            raise _unencodable(pool, size, "an integer of 32 bits, 0 or more") from error
     return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
 
 

@@ -353,6 +353,10 @@ async def test_scale(fake: Any) -> None:
     result = await run("scale", "prefill=3", "decode=2", "--target", fake.target)
     assert dict(fake.requests[0].wanted) == {"prefill": 3, "decode": 2}
     assert result.out == "wanted: prefill=3 decode=2\n"
+    asked = len(fake.requests)
+    await run("scale", "small/prefill=0", "large/decode=2", "--target", fake.target)
+    assert dict(fake.requests[asked].wanted) == {"small/prefill": 0, "large/decode": 2}
+    assert len(fake.requests) == asked + 1, "half of the command could be done"
     for wrong in ("prefill", "prefill=x", "router=1", "prefill=-1"):
         assert (await run("scale", wrong, "--target", fake.target)).code == 2
     assert (await run("scale", "prefill=1", "prefill=2", "--target", fake.target)).code == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,7 +23,7 @@ from services.router.frontend.admin_service import AdminServicer
 from services.router.models import Model, Models
 from services.worker_liveness import WorkerLiveness
 from tandem.calibration import calibration
-from tandem.errors import PreconditionFailed, Unavailable
+from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, Unavailable
 from tandem.settings import Settings
 from tandem.v1 import admin_pb2
 from tests.support import oracle
@@ -106,6 +107,36 @@ async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answ
     valkey.stop()
     with pytest.raises(Unavailable):
         await admin.ScalePools(three, CONTEXT)
+
+
+async def test_a_registry_that_is_lost_in_the_middle_of_a_command_leaves_no_doubt_of_what_was_done(
+    registry: Registry,
+) -> None:
+    """One command names pools of two models; what is wrong with the second is found before the first is changed."""
+    gone: Any = SimpleNamespace(wanted=registry.wanted, set_wanted=AsyncMock(side_effect=Unavailable("lost")))
+    pools = [SimpleNamespace(settings=Settings(model="m", cluster=f"c.{name}")) for name in ("small", "large")]
+    pools[0].registry, pools[1].registry = registry, gone
+    models = [Model(name, UNUSED, UNUSED, own, UNUSED) for name, own in zip(("small", "large"), pools, strict=True)]  # type: ignore[arg-type]
+    admin = AdminServicer(Models(models), Channels(), ReceiptLog(), UNUSED)
+    await registry.set_wanted({"decode": 1, "prefill": 1})
+    with pytest.raises(InvalidRequest):
+        await admin.ScalePools(admin_pb2.ScalePoolsRequest(wanted={"small/decode": 3, "large/decode": 5000}), CONTEXT)
+    assert await registry.wanted() == {"decode": 1, "prefill": 1}
+    with pytest.raises(Unavailable, match=r"^lost; small/decode=3 took effect, the rest .* repeat it$"):
+        await admin.ScalePools(admin_pb2.ScalePoolsRequest(wanted={"small/decode": 3, "large/decode": 5}), CONTEXT)
+    with pytest.raises(Unavailable, match=r"^lost$"):
+        await admin.ScalePools(admin_pb2.ScalePoolsRequest(wanted={"large/decode": 5}), CONTEXT)
+
+
+async def test_a_drain_of_a_router_says_how_a_router_is_stopped(admin: AdminServicer, registry: Registry) -> None:
+    """`tandem workers` lists it, so that it is there; an unknown name is not found."""
+    await registry.beat(replace(DECODE, worker_id="router-0", role="router"))
+    await wanted(admin)
+    with pytest.raises(PreconditionFailed, match=r"is a router.*SIGTERM") as refused:
+        await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="router-0"), CONTEXT)
+    assert refused.value.reason == "IS_ROUTER"
+    with pytest.raises(NotFound, match="no worker 'router-7'"):
+        await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="router-7"), CONTEXT)
 
 
 async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, registry: Registry) -> None:

@@ -562,6 +562,8 @@ async def test_cluster_questions(client: Any, fake: Any) -> None:
     assert (len(pools), pools.wanted, pools.workers[0].blocks_held) == (2, {"prefill": 1, "decode": 1}, 2)
     assert await client.scale(prefill=3) == {"prefill": 3, "decode": 1}
     assert dict(fake.requests[-1].wanted) == {"prefill": 3}
+    await client.scale(pools={"small/prefill": 2, "large/decode": 3})
+    assert dict(fake.requests[-1].wanted) == {"small/prefill": 2, "large/decode": 3}
     assert [(one.role, one.wanted) for one in (await client.autoscaling()).pools] == [("prefill", 1), ("decode", 2)]
     assert (await client.drain("decode-0", grace=1.5)).to_dict() == {"finished": 3, "cut": 1}
     assert (fake.requests[-1].worker_id, fake.requests[-1].grace_seconds) == ("decode-0", 1.5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+from collections.abc import Sequence
 from time import time
 
 import grpc
@@ -93,9 +94,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         changed = {pools[pool][0].key: pools[pool][0] for pool in request.wanted}
         for model in changed.values():
             await self._check_scalable(model)
-        for model in changed.values():
+        done: list[str] = []
+        for model in changed.values():  # each has keys of its own in the registry, which no single script may write
             sizes = {pools[pool][1]: size for pool, size in request.wanted.items() if pools[pool][0] is model}
-            await model.pools.registry.set_wanted(sizes)
+            try:
+                await model.pools.registry.set_wanted(sizes)
+            except Unavailable as error:
+                raise _partly(done, error) from error
+            done += [f"{model.pool(role)}={size}" for role, size in sizes.items()]
         sizes_now = [(model, await self._wanted_sizes(model)) for model in self._models]
         wanted = {model.pool(role): size for model, sizes in sizes_now for role, size in sizes.items()}
         return admin_pb2.ScalePoolsResponse(wanted=wanted)
@@ -165,7 +171,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainWorkerResponse:
         records = (model.pools.view.workers.get(request.worker_id) for model in self._models)
         record = next((record for record in records if record is not None), None)
-        if record is None or record.role == "router":
+        if record is not None and record.role == "router":
+            raise PreconditionFailed(
+                f"{request.worker_id} is a router, and drain is for workers: no other router can continue its streams."
+                " A router drains when it is stopped: `tandem up` stops its own with the cluster; delete its pod on"
+                " Kubernetes; send SIGTERM to one that you have started yourself",
+                reason="IS_ROUTER",
+            )
+        if record is None:
             raise NotFound(f"there is no worker {request.worker_id!r}; `tandem workers` lists them", field="worker_id")
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
         with calling(record.worker_id):
@@ -285,6 +298,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         pair.device, pair.slow, pair.why = probe.device, probe.slow, probe.why
         pair.converted = probe.converted
         return pair
+
+
+def _partly(done: Sequence[str], error: Unavailable) -> Unavailable:
+    """Of a command whose first sizes are set."""
+    if not done:
+        return error
+    told = f"{error.message}; {' '.join(done)} took effect, the rest of the command may not have: repeat it"
+    return Unavailable(told, reason=error.reason, retry_after=error.retry_after)
 
 
 def _worker(record: WorkerRecord, age_s: float, model: str) -> admin_pb2.Worker:
