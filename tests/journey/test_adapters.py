@@ -307,7 +307,7 @@ def without_the_prefills_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_decodes_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.remote_prefill._check_adapter", lambda *given: None)
+    monkeypatch.setattr("services.decode.prefill_stream._check_adapter", lambda *given: None)
 
 
 def without_the_adapter_in_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

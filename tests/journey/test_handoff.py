@@ -18,7 +18,7 @@ import pytest
 
 from kvtransfer.sender import Sender
 from kvtransfer.types import Peer, Ticket
-from services.decode.remote_prefill import PrefillStream
+from services.decode.prefill_stream import PrefillStream
 from services.grpc_server import Channels
 from services.prefill.servicer import PrefillServicer
 from tandem.errors import StaleTransfer, TransferFailed, Unavailable

@@ -20,7 +20,7 @@ import pytest
 from kvtransfer.receiver import Receiver
 from kvtransfer.types import Peer
 from services.decode.prefill_peers import PrefillPeers
-from services.decode.remote_prefill import PrefillStream, from_below
+from services.decode.prefill_stream import PrefillStream, from_below
 from services.prefill.servicer import PrefillServicer
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
 from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
@@ -104,10 +104,11 @@ async def test_control_if_a_failed_transfer_were_a_lost_worker_requests_would_be
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every transfer failing as a loss that counts, no pair avoided and no worker spared."""
-    monkeypatch.setattr(
-        "services.decode.remote_prefill.from_below",
-        lambda error, source, **_: Unavailable(error.message, reason="PREFILL_LOST"),
-    )
+    for module in ("remote_prefill", "prefill_stream"):
+        monkeypatch.setattr(
+            f"services.decode.{module}.from_below",
+            lambda error, source, **_: Unavailable(error.message, reason="PREFILL_LOST"),
+        )
     monkeypatch.setattr("services.router.routing.request_scheduler.SUSPECT_S", 0.0)
     monkeypatch.setattr("services.worker_liveness.WorkerLiveness.ended", lambda *_: True)
     prompt = oracle.prompts(tiny, [40])[0]

@@ -57,6 +57,7 @@ TRANSFERS = _some(
     "test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended",
     "test_a_source_that_failed_is_refused_at_once_until_it_is_verified",
 )
+REMOTE = (*TRANSFERS[:2], *HANDOFF, *DECODED[1:2], *SCORED, *COUNTED, *TRANSFERS[2:])
 
 # The fastest first: the first failure ends the run of a mutant.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -147,15 +148,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "services/decode/decode_call.py": (*HANDOFF[:1], *DECODED[:2], *TRACED),
     "services/decode/request_cleanup.py": (*TRANSFERS, *HANDOFF[7:8]),
-    "services/decode/remote_prefill.py": (
-        *TRANSFERS[:2],
-        *HANDOFF,
-        *DECODED[1:2],
-        *SCORED,
-        *COUNTED,
-        *TRANSFERS[2:],
-        *TRACED,
-    ),
+    "services/decode/remote_prefill.py": (*REMOTE, *TRACED),
+    "services/decode/prefill_stream.py": REMOTE,
     "services/decode/link_probes.py": ("tests/journey/test_probes.py",),
     "services/prefill/servicer.py": (*HANDOFF[:4], *FORGED, *SCORED, *HANDOFF[4:], *COUNTED, *TRACED),
 }

@@ -39,7 +39,7 @@ from tandem.v1 import decode_pb2
 
 log = structlog.get_logger(__name__)
 
-TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/remote_prefill.py)
+TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/prefill_stream.py)
 # Likewise, of a worker that serves others and not this request: it has not its adapter, compiles no grammar now, or is
 # too small.
 UNSUITED = ("OTHER_ADAPTER", "GRAMMARS_STUCK", "PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE")

@@ -16,7 +16,7 @@ from tandem.errors import InternalError, StepFailed, TandemError
 
 log = structlog.get_logger(__name__)
 
-# Reasons of errors (services/decode/remote_prefill.py, services/router/execution/completion_runner.py).
+# Reasons of errors (services/decode/prefill_stream.py, services/router/execution/completion_runner.py).
 PREFILL_STEP_FAILED, PREFILL_REFUSED = "PREFILL_STEP_FAILED", "PREFILL_REFUSED"
 DECODE_UNREACHABLE = "DECODE_UNREACHABLE"  # it has not admitted the request
 LOST = ("DECODE_LOST", DECODE_UNREACHABLE, "PREFILL_LOST", PREFILL_REFUSED)
