@@ -16,8 +16,8 @@ has needed fewer workers, and only to the most that any of them has needed. An o
 it is `hold_s` old.
 
 A pool that grows first takes surplus workers of the other pool: those above its minimum that no observation of the last
-MIN_SURPLUS_S seconds has needed. They switch roles (cluster/reconcile_plan.py), which takes a drain and no start. A
-pool that was given a worker gives none away for `hold_s`, so that no worker goes back and forth.
+MIN_SURPLUS_S seconds has needed. They switch roles (cluster/supervision/reconcile_plan.py), which takes a drain and no
+start. A pool that was given a worker gives none away for `hold_s`, so that no worker goes back and forth.
 """
 
 from __future__ import annotations

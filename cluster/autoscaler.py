@@ -3,7 +3,7 @@ cluster.autoscale_policy, publishes the verdicts in the registry and, if it is o
 the supervisor follows.
 
     worker records ──▶ Observer.look ──▶ AutoscalePolicy.judge ──▶ verdicts: registry "autoscale", log
-                                                               └─ on: registry "wanted" ──▶ cluster.supervisor
+                                                               └─ on: registry "wanted" ──▶ the supervisor
 
 The path of requests is not involved: a router increments one counter per request, and its heartbeat reports it.
 """

@@ -31,9 +31,10 @@ from cluster import run_directory
 from cluster.free_port import free_port
 from cluster.model_clusters import check_folders, pool_name, supervised_clusters, want
 from cluster.orphan_reaper import OrphanReaper
-from cluster.reconcile_plan import pool_of, role_of
 from cluster.state.embedded_valkey import EmbeddedValkey
-from cluster.supervisor import STOP_MARGIN_S, Event, Kind
+from cluster.supervision.reconcile_plan import pool_of, role_of
+from cluster.supervision.supervisor import STOP_MARGIN_S
+from cluster.supervision.worker_process import Event, Kind
 from tandem.errors import Cancelled, DeadlineExceeded, TandemError
 from tandem.model_settings import settings_of_models
 from tandem.rpc.addresses import host_port

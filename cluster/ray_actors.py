@@ -20,10 +20,11 @@ from cluster.autoscaler import Autoscaler
 from cluster.exit_with_parent import exit_with_parent
 from cluster.placement import POOLS, Needs, Placement, both_pools, here, needs
 from cluster.ray_nodes import Gcs, assigned_gpus, nodes, on_node, where
-from cluster.reconcile_plan import role_of
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
-from cluster.supervisor import Event, Started, Supervisor, WorkerProcess
+from cluster.supervision.reconcile_plan import role_of
+from cluster.supervision.supervisor import Supervisor
+from cluster.supervision.worker_process import Event, Started, WorkerProcess
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.tasks import end, failed, forever

@@ -1,7 +1,7 @@
 """What Ray knows of its nodes: where this process is, which GPUs it was given, which nodes will end soon.
 
 A node that drains takes no more actors, and its raylet ends by itself once its last actor has. Ray tells no actor of
-it, so the supervisor asks, and drains the workers there (cluster/supervisor.py `Supervisor._leave_nodes`).
+it, so the supervisor asks, and drains the workers there (cluster/supervision/supervisor.py `Supervisor._leave_nodes`).
 """
 
 from __future__ import annotations

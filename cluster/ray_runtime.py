@@ -1,7 +1,7 @@
 """Ray of one `tandem up`. Ray owns processes here (start, place, notice death, end); requests never pass it.
 
-One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
-process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
+One detached supervisor actor per cluster runs cluster.supervision.supervisor; one detached actor per worker *is* the
+worker's process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
 
 Ray on this machine is started with only the parts that Tandem uses (cluster/local_ray), with its own token.
 """
@@ -45,8 +45,8 @@ from cluster.ray_actors import (
     _worker_prefix,
 )
 from cluster.ray_nodes import on_node, where
-from cluster.reconcile_plan import ROLES
-from cluster.supervisor import Event
+from cluster.supervision.reconcile_plan import ROLES
+from cluster.supervision.worker_process import Event
 from tandem.errors import PreconditionFailed, SettingsError, Unavailable
 from tandem.settings import Settings
 

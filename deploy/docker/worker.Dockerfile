@@ -39,7 +39,7 @@ COPY planner planner
 COPY demo demo
 RUN pip install --no-deps --no-build-isolation -e . \
     && python -m compileall -q /app \
-    && python -c "import cli.main, cluster.supervisor, services.decode.servicer, services.prefill.servicer"
+    && python -c "import cli.main, cluster.supervision.supervisor, services.decode.servicer, services.prefill.servicer"
 
 FROM ${PYTHON}
 ARG DEVICE

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from cluster.local_cluster import LocalCluster
-from cluster.reconcile_plan import role_of
-from cluster.supervisor import Kind
+from cluster.supervision.reconcile_plan import role_of
+from cluster.supervision.worker_process import Kind
 from loadtest.harness.goodput import Load, Objective
 from loadtest.harness.processes import precedence
 from loadtest.loadgen.generator import offer, patience, prompts

@@ -15,7 +15,7 @@ from cluster.autoscale_policy import Look
 from cluster.autoscaler import Autoscaler, Observer
 from cluster.local_cluster import LocalCluster
 from cluster.state.registry import Registry, State, WorkerRecord
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from services.__main__ import run
 from tandem.errors import SettingsError
 from tandem.settings import Settings

@@ -12,7 +12,8 @@ from cluster.state import lease
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
-from cluster.supervisor import Kind, Supervisor
+from cluster.supervision.supervisor import Supervisor
+from cluster.supervision.worker_process import Kind
 from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
 from tandem.tasks import end

@@ -21,7 +21,7 @@ import pytest
 from cluster import local_cluster, run_directory
 from cluster.local_cluster import LocalCluster
 from cluster.state.registry import Registry
-from cluster.supervisor import Event
+from cluster.supervision.worker_process import Event
 from tandem.errors import CheckpointRefused, DeadlineExceeded, PreconditionFailed, SettingsError
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.reconcile_plan import (
+from cluster.supervision.reconcile_plan import (
     MAX_BACKOFF_S,
     MIN_BACKOFF_S,
     ROLES,

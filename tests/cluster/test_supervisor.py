@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.state.registry import Registry, State, WorkerRecord
-from cluster.supervisor import Event, Kind, Started, Supervisor, WorkerProcess
+from cluster.supervision.supervisor import Supervisor
+from cluster.supervision.worker_process import Event, Kind, Started, WorkerProcess
 from tandem.errors import CheckpointRefused, Unavailable, WorkerLost
 
 SOON_S = 10.0
@@ -407,7 +408,7 @@ async def test_workers_of_a_node_that_ends_drain_while_others_start(
 ) -> None:
     """The replacement does not wait for the drain, and nobody on another node is asked to leave. The control: while
     nobody knows which nodes end, all stay."""
-    monkeypatch.setattr("cluster.supervisor.NODES_LOOKED_AT_S", 0.02)
+    monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.02)
     host = FakeHost()
     host.nodes, host.ending = {"decode-0": "a", "decode-1": "b"}, None
     async with supervised(host, registry, decode=2) as (_, watch):
@@ -436,7 +437,7 @@ async def test_a_worker_that_still_loads_on_a_node_that_ends_starts_elsewhere(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the node would end in the middle of the load."""
-    monkeypatch.setattr("cluster.supervisor.NODES_LOOKED_AT_S", 0.02)
+    monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.02)
     host = FakeHost(slow=("decode-0",))
     host.nodes, host.ending = {"decode-0": "a"}, {"a"}
     async with supervised(host, registry, decode=1) as (_, watch):

@@ -131,7 +131,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         ),
         ("tests/kvtransfer/test_transport.py", "tests/kvtransfer/test_nccl.py"),
     ),
-    "cluster/reconcile_plan.py": ("tests/cluster/test_reconcile_plan.py", "tests/cluster/test_supervisor.py"),
+    "cluster/supervision/reconcile_plan.py": (
+        "tests/cluster/test_reconcile_plan.py",
+        "tests/cluster/test_supervisor.py",
+    ),
     "cluster/state/job_journal.py": ("tests/cluster/test_job_journal.py",),
     "cluster/state/lease.py": ("tests/cluster/test_lease.py",),
     "cluster/state/registry.py": ("tests/cluster/test_registry.py", "tests/cluster/test_lease.py"),

@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loadtest.scenarios.pool_bench": {
         *("loadtest.scenarios", "loadtest.loadgen", "loadtest.harness", *MEASURED, *STARTED),
-        *("cluster.supervisor", "cluster.reconcile_plan"),
+        *("cluster.supervision.worker_process", "cluster.supervision.reconcile_plan"),
     },
     "loadtest.scenarios.scale": {
         *("loadtest.harness", "tandem", "engine", "cluster.state.registry", "services.router"),
@@ -166,10 +166,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             ("local_cluster", "kuberay"),
             ("ray_runtime",),
             ("ray_actors", "local_ray"),
-            ("supervisor", "autoscaler", "ray_nodes"),
+            ("supervision", "autoscaler", "ray_nodes"),
         ),
         *(
-            ("reconcile_plan", "autoscale_policy", "model_clusters", "placement"),
+            ("autoscale_policy", "model_clusters", "placement"),
             ("state",),
             ("orphan_reaper",),
             ("run_directory", "exit_with_parent", "free_port"),

@@ -24,7 +24,7 @@ AWAITED = {
     ("services/router/frontend/http_answers.py", "__call__"),  # itself
     ("services/router/frontend/batches/batch_runner.py", "_run_lines"),  # itself
     ("services/router/execution/request_executor.py", "completing"),  # the request's outbox
-    ("cluster/supervisor.py", "_take"),  # run
+    ("cluster/supervision/supervisor.py", "_take"),  # run
     ("cluster/ray_actors.py", "prepare"),  # every call of prepare, and the launch
     ("cluster/ray_actors.py", "start"),  # every call of start, wait and stop
     ("cluster/ray_actors.py", "switch_role"),  # likewise

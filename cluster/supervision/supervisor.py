@@ -1,5 +1,5 @@
 """The supervisor's loop: starts and stops workers until the live ones match the wanted sizes. It does not know Ray: a
-Host starts and ends processes.
+Host starts and ends processes (worker_process.py).
 
     registry "wanted" ──▶ plan(wanted, live, backoffs, now) ──▶ Host.create(id) ──▶ one task per worker:
                                       ▲                         or switch_role(id)  start → ready → wait → ended
@@ -16,16 +16,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from time import monotonic
-from typing import Protocol
 
 import structlog
 
-from cluster.reconcile_plan import ROLES, Backoff, LiveWorker, Phase, plan, role_of
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
+from cluster.supervision.reconcile_plan import ROLES, Backoff, LiveWorker, Phase, plan, role_of
+from cluster.supervision.worker_process import Event, Host, Kind, Started, WorkerProcess
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
 from tandem.model_settings import model_of
 from tandem.tasks import end, forever, once, within
@@ -42,75 +41,6 @@ START_PROGRESS_TIMEOUT_S = 900.0
 ROLE_SWITCH_MARGIN_S = 60.0
 """A worker that switches roles and does not serve the other pool this long after its grace is killed."""
 MAX_EVENTS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What a worker reports once it serves."""
-
-    address: str
-    pid: int
-    incarnation: str
-    can_switch_role: bool = False  # to the other pool
-
-
-class WorkerProcess(Protocol):
-    """One worker process, which may serve as several workers in succession. Calls raise TandemErrors; WorkerLost once
-    the process is dead."""
-
-    node: str
-    """Where it runs, one of those that Host.leaving() may name. Empty: not known yet."""
-
-    async def start(self, report: Callable[[str], None]) -> Started:
-        """Starts to serve; a repeated call returns the same. `report` receives the stages of the start."""
-
-    async def wait(self) -> None:
-        """Returns when the service has ended."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Drains."""
-
-    async def switch_role(self, worker_id: str, grace_s: float, report: Callable[[str], None]) -> Started:
-        """Drains, which ends wait(), then serves under another id with the loaded weights; otherwise like start()."""
-
-    def kill(self) -> None:
-        """Ends the process; safe to repeat."""
-
-
-class Host(Protocol):
-    def create(self, worker_id: str) -> WorkerProcess:
-        """Returns a new process, or a spare one."""
-
-    def keep_spares(self, count: int) -> None:
-        """Keeps `count` processes that can become a worker of either pool; they start in the background."""
-
-    async def leaving(self) -> set[str]:
-        """The nodes that will end soon. Ends the spares there. Raises Unavailable if Ray's head does not answer."""
-
-    async def survivors(self) -> dict[str, WorkerProcess]:
-        """Workers that an earlier incarnation of this supervisor started."""
-
-
-class Kind(StrEnum):
-    STARTING = "starting"
-    LOADING = "loading"  # still starting; `text` names the stage
-    READY = "ready"
-    STOPPED = "stopped"  # drained, on request or by itself
-    FAILED = "failed"  # could not start, for a reason that a restart would not change
-    DIED = "died"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A change of one worker's state."""
-
-    seq: int
-    kind: Kind
-    worker_id: str
-    started: Started | None = None
-    error: TandemError | None = None
-    retry_in_s: float = 0.0
-    text: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -344,8 +274,12 @@ class Supervisor:
         else:
             ready_for = now - worker.ready_at if worker.started else 0.0
             self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
-            lost = worker.started or isinstance(error, WorkerLost)
-            kind = Kind.STOPPED if error is None else Kind.DIED if lost else Kind.FAILED
+            if error is None:
+                kind = Kind.STOPPED
+            elif worker.started or isinstance(error, WorkerLost):
+                kind = Kind.DIED
+            else:
+                kind = Kind.FAILED
         del self._workers[worker.worker_id]
         self._wake.set()
         await self._record(kind, worker, error)
