@@ -52,6 +52,12 @@ class Placement:
     KubeRay, and others have nothing for a worker."""
     either_pool: bool = False
     """Every such node offers both pools once, for one worker, which may serve either: each worker needs both."""
+    model: str = ""
+    """Whose pools such nodes offer, where they serve several models: each has nodes of its own."""
+
+    def resource(self, role: str) -> str:
+        """What a node offers for a worker of this pool."""
+        return f"{self.model}-{role}" if self.model else role
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +80,22 @@ def nodes_of(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 def needs(roles: Collection[str], settings: Settings, nodes: Sequence[Node], placement: Placement) -> Needs:
     """Of a worker that may serve in each of these roles, or of a router."""
-    offered = {role for role in roles if any(node.offers.get(role) for node in nodes)}
+    offered = {role for role in roles if any(node.offers.get(placement.resource(role)) for node in nodes)}
     if placement.pools_only and (pools := POOLS & set(roles)):
         offered |= POOLS if placement.either_pool else pools
     at_home = placement.only_home or ("router" in roles and not offered)
     gpus = settings.gpu_share if POOLS & set(roles) and takes_gpu(settings, nodes) else 0.0
-    return Needs(dict.fromkeys(sorted(offered), 1), gpus, placement.home if at_home else "")
+    return Needs({placement.resource(role): 1 for role in sorted(offered)}, gpus, placement.home if at_home else "")
 
 
 def takes_gpu(settings: Settings, nodes: Sequence[Node]) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and any(node.offers.get("GPU") for node in nodes))
 
 
-def both_pools(node_id: str, nodes: Sequence[Node]) -> bool:
+def both_pools(node_id: str, nodes: Sequence[Node], placement: Placement) -> bool:
     """Whether a worker of either pool may run on this node."""
-    offered = {role for role in POOLS if any(node.offers.get(role) for node in nodes)}
+    pools = {placement.resource(role) for role in POOLS}
+    offered = {pool for pool in pools if any(node.offers.get(pool) for node in nodes)}
     return any(node.node_id == node_id and offered <= node.offers.keys() for node in nodes)
 
 

@@ -108,9 +108,8 @@ class WorkerActor:
         finally:
             self._all_stages_sent = True
             self._new_stage.set()
-        return Started(
-            service.address, os.getpid(), service.incarnation, service.can_switch_role and both_pools(*where())
-        )
+        can_switch = service.can_switch_role and both_pools(*where(), self._placement)
+        return Started(service.address, os.getpid(), service.incarnation, can_switch)
 
     async def switch_role(self, worker_id: str, grace_s: float) -> Started:
         if worker_id != self._worker_id:  # otherwise the call is a repetition

@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
 from cluster.state.registry import Registry
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError, TandemError, Unavailable
+from tandem.model_settings import model_of
 from tandem.settings import Settings
 
 LAUNCHER = "services.pod_launch"
@@ -77,7 +79,7 @@ async def _want(settings: Settings) -> None:
 def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     """The supervisor with these settings; all others of this cluster are ended, without their workers."""
     base = _supervisor_name(settings.cluster)
-    placement = Placement(home="", pools_only=True, either_pool=bool(os.environ.get(EITHER_POOL)))
+    placement = placement_of(settings, os.environ)
     described = settings.model_dump_json(exclude=OF_THIS_POD) + str(placement)
     name = f"{base}/{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     for other in _our_actors(f"{base}/"):
@@ -94,6 +96,12 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         max_task_retries=-1,
     )
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
+
+
+def placement_of(settings: Settings, environment: Mapping[str, str]) -> Placement:
+    """Where its workers may run, in the pods of a RayCluster."""
+    either_pool, model = bool(environment.get(EITHER_POOL)), model_of(settings.cluster)
+    return Placement(home="", pools_only=True, either_pool=either_pool, model=model)
 
 
 def _replace(supervisor: Any) -> None:

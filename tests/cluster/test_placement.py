@@ -34,9 +34,9 @@ def test_a_resource_that_a_node_offers_is_needed() -> None:
     assert needs({"router"}, settings(), nodes, HOME) == needs({"router"}, settings(), nodes[::-1], HOME)
     assert needs({"router"}, settings(), nodes, HOME).node == ""
     assert needs({"prefill", "decode"}, settings(), nodes, HOME).resources == {"decode": 1, "prefill": 1}
-    assert both_pools("b", nodes)
-    assert not both_pools("a", nodes)
-    assert both_pools("a", [A, B])
+    assert both_pools("b", nodes, Placement(""))
+    assert not both_pools("a", nodes, Placement(""))
+    assert both_pools("a", [A, B], Placement(""))
 
 
 def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None:
@@ -56,7 +56,7 @@ def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
     for some in ([A], nodes):
         for roles in ({"prefill"}, {"decode"}, {"prefill", "decode"}):
             assert needs(roles, settings(), some, either).resources == {"decode": 1, "prefill": 1}
-    assert both_pools("b", nodes)
+    assert both_pools("b", nodes, Placement(""))
     assert not needs({"router"}, settings(), [A], either).resources
     assert needs({"decode"}, settings(), nodes, Placement("", pools_only=True)).resources == {"decode": 1}
 

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 from helm_python.errors import HelmError
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from cluster.kuberay.driver import EITHER_POOL, placement_of
+from cluster.kuberay.pool_objects import PREFIX
+from cluster.placement import Node, needs
 from tandem import settings as tandem_settings
 from tandem.model_settings import settings_of_models
 from tandem.settings import Settings
-from tests.deploy.chart import NAME, Document, render
-from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, named, pods, valid, values_of
+from tests.deploy.chart import NAME, NAMESPACE, Document, render
+from tests.deploy.test_chart import NEWEST, OLDEST, containers, fits_together, groups, named, pods, valid, values_of
 from tests.deploy.test_values import merged
 
 Values = dict[str, Any]
@@ -29,11 +33,17 @@ COMPONENTS = [f"{model}-{pool}" for model in ("chat", "small") for pool in ("pre
 
 def loaded(documents: list[Document], component: str) -> Settings:
     """The settings as the component's process reads them."""
+    return read(named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0])
+
+
+def read(container: Document) -> Settings:
+    """The settings as a process of this container reads them."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TANDEM_")]:
             patch.delenv(name)
-        for name, value in values_of(documents, component).items():
-            patch.setenv(name, value)
+        for one in container["env"]:
+            if one["name"].startswith("TANDEM_") and "value" in one:
+                patch.setenv(one["name"], one["value"])
         return tandem_settings.load()
 
 
@@ -113,11 +123,52 @@ def test_an_upgrade_of_one_model_leaves_the_pods_of_the_others_alone() -> None:
         assert len({cluster_of(one["chat-decode"]) for one in (before, changed)}) == 2
 
 
+# ---- with Ray
+
+
+SCALED: Values = {"autoscaling": {"kind": "tandem", "min": 2}}
+
+
+@pytest.mark.parametrize("switch_roles", [False, True])
+def test_with_ray_each_model_has_a_supervisor_and_nodes_for_its_workers_alone(switch_roles: bool) -> None:
+    """What a driver's supervisor asks Ray for, by its own settings, is offered by the groups of its model and by no
+    other, which have the registry's pools of that model."""
+    same = {"prefill": {"replicas": 0, **CPU}, "decode": CPU} if switch_roles else SMALL["pools"]
+    chat = merged(CHAT, {"pools": {"prefill": SCALED, "decode": SCALED}})
+    ray = {"orchestrator": "ray", "ray": {"switch_roles": switch_roles}}
+    documents = render({**VALUES, **ray, "models": [chat, {**SMALL, "pools": same}]})
+    valid(documents, NEWEST)
+    fits_together(documents)
+    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
+    found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
+    types = {name: Node(name, "", of["resources"]) for name, of in found["available_node_types"].items()}
+    assert set(types) == {"headgroup", *COMPONENTS}
+    models = settings_of_models(loaded(documents, "router"))
+    drivers = {one["name"]: one for one in containers(groups(cluster)["head"]["spec"])}
+    for model, own in models.items():
+        settings, env = read(drivers[f"driver-{model}"]), drivers[f"driver-{model}"]["env"]
+        assert (settings.cluster, settings.model, settings.model_names) == (own.cluster, own.model, own.model_names)
+        assert (settings.autoscale, settings.limits) == (own.autoscale, own.limits)
+        (objects,) = [one["value"] for one in env if one["name"] == PREFIX]
+        placement = placement_of(settings, {EITHER_POOL: "1"} if switch_roles else {})
+        for pool in ("prefill", "decode"):
+            wanted = needs([pool], settings, list(types.values()), placement).resources
+            able = {name for name, node in types.items() if wanted.items() <= node.offers.items()}
+            both = {f"{model}-prefill", f"{model}-decode"}
+            assert able == (both if switch_roles else {f"{model}-{pool}"})
+            assert read(groups(cluster)[f"{model}-{pool}"]["spec"]["containers"][0]).cluster == own.cluster
+            assert named(documents, "Deployment", f"-{model}-{pool}")["metadata"]["name"] == f"{objects}-{pool}"
+    assert models["chat"].autoscale == "on"
+    assert (models["chat"].decode, models["small"].autoscale) == (2, "off")
+    (role,) = [one for one in documents if one["kind"] == "Role"]
+    assert role["rules"][0]["resourceNames"] == [f"{NAME}-tandem-{component}" for component in COMPONENTS]
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
         ({"models": [CHAT, CHAT]}, "two are named chat"),
-        ({"orchestrator": "ray"}, "orchestrator: kubernetes"),
+        ({"orchestrator": "ray", "pools": {"decode": {"resources": {"requests": {"cpu": None}}}}}, "cpu"),
         ({"settings": {"model": "m"}}, "model"),
         ({"settings": {"served_model_name": "m"}}, "served_model_name"),
         ({"models": [{"name": "Chat", "settings": {"model": "m"}}]}, "name"),

@@ -35,6 +35,7 @@ RENDERED: tuple[Values, ...] = (
     {"model_cache": {"kind": "hostPath"}, "serviceAccount": {"create": False}, "models": []},
     {"settings": None},  # of each model, then
     {"orchestrator": "ray", "models": []},
+    {"orchestrator": "ray", "settings": None},
 )
 
 

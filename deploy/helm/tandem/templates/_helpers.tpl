@@ -63,10 +63,26 @@ another one. */}}
 {{- if hasKey $found .name }}{{ fail (printf "models: two are named %s" .name) }}{{ end }}
 {{- $about := dict "root" $ "model" . }}
 {{- $own := include "tandem.over" (list .settings (dict "cluster" (include "tandem.model.cluster" $about))) | fromJson }}
-{{- if include "tandem.no_prefill" (include "tandem.model.values" $about | fromJson) }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- $values := include "tandem.model.values" $about | fromJson }}
+{{- if include "tandem.no_prefill" $values }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- $own = merge $own (include "tandem.autoscale" $values | fromJson) }}
 {{- $_ := set $found .name $own }}
 {{- end }}
 {{- toJson $found }}
+{{- end }}
+
+{{- /* (values): the settings of Tandem's own autoscaler, where it sizes the pools. As JSON. */}}
+{{- define "tandem.autoscale" -}}
+{{- $own := dict }}
+{{- if has "tandem" (list .pools.prefill.autoscaling.kind .pools.decode.autoscaling.kind) }}
+{{- $_ := set $own "autoscale" "on" }}
+{{- range $pool, $of := .pools }}
+{{- $scaled := eq $of.autoscaling.kind "tandem" }}
+{{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
+{{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
+{{- end }}
+{{- end }}
+{{- toJson $own }}
 {{- end }}
 
 {{- /* (values): whether there is no pool of prefill workers; empty: there is one */}}
@@ -120,14 +136,7 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- with .root.Model }}{{ $_ := set $own "served_model_name" . }}{{ end }}
 {{- if eq $values.orchestrator "ray" }}
 {{- $_ := set $own "ray_address" (printf "%s-head-svc:6379" (include "tandem.name" .root)) }}
-{{- if has "tandem" (list $values.pools.prefill.autoscaling.kind $values.pools.decode.autoscaling.kind) }}
-{{- $_ := set $own "autoscale" "on" }}
-{{- range $pool, $of := $values.pools }}
-{{- $scaled := eq $of.autoscaling.kind "tandem" }}
-{{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
-{{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
-{{- end }}
-{{- end }}
+{{- if not $values.models }}{{ $own = merge $own (include "tandem.autoscale" $values | fromJson) }}{{ end }}
 {{- end }}
 {{- $own = merge $own (dict "log_format" "json") }}
 {{- $given := include "tandem.over" (list $values.settings .settings) | fromJson }}
