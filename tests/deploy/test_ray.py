@@ -32,6 +32,13 @@ STREAMS = 4  # two on each of two workers
 NOT_TAKEN = ("is draining; place the request elsewhere", "Connection refused")
 VALUES = example("laptop") | {"orchestrator": "ray"}
 EITHER = VALUES | {"ray": {"switch_roles": True}}
+ALONE = {"prefill": {"replicas": 0}}
+MODELS = VALUES | {
+    "settings": {name: value for name, value in VALUES["settings"].items() if name != "model"},
+    "models": [
+        {"name": name, "settings": {"model": VALUES["settings"]["model"]}, "pools": ALONE} for name in ("chat", "small")
+    ],
+}
 Start = Callable[..., Pod]
 
 
@@ -42,15 +49,13 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    """`start(component, suffix)` gives a started pod, of the address that its name had before; `of` are the values of
-    its release, whose secrets stay in an upgrade."""
-    documents = render(VALUES)
+@contextmanager
+def release(folder: Path, values: Document) -> Iterator[Start]:
+    """`start(component, suffix)` gives a started pod, of the address that its name had before; `of` are other values of
+    the release, whose secrets stay in an upgrade."""
+    documents = render(values)
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
-    (cluster,), (upgraded,) = (
-        [one for one in render(values) if one["kind"] == "RayCluster"] for values in (VALUES, EITHER)
-    )
+    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
     names = {
         f"{NAME}-tandem-valkey": f"{net}.2",
@@ -63,17 +68,24 @@ def start(folder: Path) -> Iterator[Start]:
     with ExitStack() as stack:
         count = 0
 
-        def begin(component: str, suffix: str = "0", container: str | None = None, of: Document = VALUES) -> Pod:
+        def begin(component: str, suffix: str = "0", container: str | None = None, of: Document = values) -> Pod:
             nonlocal count
             count += 1
             ip = fixed.setdefault(f"{component}-{suffix}", fixed.get(component, f"{net}.{count + 10}"))
             name = f"{component}-{suffix}-{count}"
-            rayed = kuberay.templates(cluster if of is VALUES else upgraded, gcs, free_port())
+            (upgraded,) = [one for one in render(of) if one["kind"] == "RayCluster"]
+            rayed = kuberay.templates(upgraded, gcs, free_port())
             template = rayed.get(component) or templates[component]
             pod = Pod(documents, template, name, ip, names, folder, container)
             stack.callback(end, pod)
             return pod
 
+        yield begin
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    with release(folder, VALUES) as begin:
         yield begin
 
 
@@ -227,3 +239,32 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers | {"prefill-1": either.ip})
         assert {one.worker_id: one.pid for one in client.workers().workers}["prefill-1"] == process
         assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
+
+
+@pytest.mark.timeout(400)
+def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder: Path) -> None:
+    """Two supervisors share a Ray. Each starts its worker where a node offers the pool of its model, and routers find
+    both by their models; `tandem scale` of one model leaves the other alone."""
+    with release(folder, MODELS) as start:
+        start("valkey").wait_ready()
+        node(start, "head", container="head").wait_ready()
+        drivers = [start("head", model, container=f"driver-{model}") for model in ("chat", "small")]
+        for driver in drivers:
+            driver.process.wait_for("ready")
+        nodes = {model: node(start, f"{model}-decode") for model in ("small", "chat")}
+        router = start("router")
+        try:
+            router.wait_ready(SOON_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{[one.process.text() for one in drivers]}\n{said(folder)}") from None
+        with Client(f"{router.ip}:{router.port('grpc')}") as client:
+
+            def hosts() -> dict[str, str]:
+                workers = [one for one in client.workers().workers if one.role != "router" and one.state == "ready"]
+                return {one.model: one.address.rpartition(":")[0] for one in workers}
+
+            wait_until(lambda: hosts() == {model: pod.ip for model, pod in nodes.items()}, SOON_S, hosts)
+            for model in nodes:
+                assert len(client.generate(PROMPT, max_tokens=4, ignore_eos=True, model=model).token_ids) == 4
+            client.scale(pools={"chat/decode": 0})
+            wait_until(lambda: hosts() == {"small": nodes["small"].ip}, SOON_S, hosts)
