@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from services.router.execution.detokenizer import Detokenizer
 from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, generation_pb2
+from tests.support.byte_fallback import fallback
 
 TEXT = Tokenizer.load(Path(__file__).parents[2] / "demo/model")
 CHOICES, TOKENS, TOP = 8, 300, 20
@@ -104,3 +106,103 @@ async def test_the_answers_of_several_choices_are_written_one_by_one() -> None:
         await asyncio.sleep(0)
     assert len(json.loads(task.result())["choices"]) == CHOICES
     assert turns >= CHOICES
+
+
+# ---- where tokens are in the text
+
+KINDS = {"bytes": TEXT, "llama": fallback(strip=True, begins=True), "gemma": fallback(strip=False, begins=True)}
+PROMPT, LETTERS = "ab \N{SNOWMAN}\u00e9", " a\N{SNOWMAN}b\u4f60 \N{GRINNING FACE}ab"
+
+
+def scored(ids: list[int]) -> common_pb2.Logprobs:
+    """Each of them with one likelier token beside it."""
+    return common_pb2.Logprobs(chosen=[-1.0] * len(ids), top_ids=[66] * len(ids), top=[-0.5] * len(ids))
+
+
+async def of_tokens(tokenizer: Tokenizer, ids: list[int], **fields: Any) -> tuple[str, dict[str, list[Any]]]:
+    """The text and the log probabilities of a completion of these tokens, streamed one by one, with those of the
+    messages put together; without a stream they are the same."""
+    body = openai_protocol.parse(json.dumps({"logprobs": 1, **fields}).encode(), openai_protocol.Completions)
+    (request,) = openai_protocol.requests(body, "id", Defaults())
+    prompt = list(request.token_ids.ids) or tokenizer.encode(request.text.decode())
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        stream = Detokenizer(tokenizer, special=body.skip_special_tokens is False, prompt=prompt)
+        for at, token in enumerate(ids):
+            event = generation_pb2.GenerateResponse()
+            event.delta.index, event.delta.text = at, stream.push([token])
+            event.delta.token_ids.append(token)
+            event.delta.logprobs.CopyFrom(scored([token]))
+            if at == 0 and body.echo:
+                event.delta.prompt_logprobs.token_ids.extend(prompt)
+                event.delta.prompt_logprobs.logprobs.CopyFrom(scored(prompt[1:]))
+            yield 0, event
+        over = generation_pb2.GenerateResponse()
+        over.finished.text, over.finished.reason = stream.finish(), common_pb2.FINISH_REASON_LENGTH
+        yield 0, over
+
+    (whole,) = json.loads(await answered(body, tokenizer).collect(told()))["choices"]  # type: ignore[arg-type]
+    streaming, text, found = answered(body, tokenizer), "", dict[str, list[Any]]()
+    async for index, event in told():
+        lines = (await streaming.stream(index, event)).decode().splitlines()
+        for message in (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")):
+            text += message["choices"][0]["text"]
+            for name, values in (message["choices"][0]["logprobs"] or {}).items():
+                found[name] = found.get(name, []) + values
+    assert (whole["text"], whole["logprobs"]) == (text, found)
+    return text, found
+
+
+def letters(kind: str) -> list[int]:
+    """The tokens of LETTERS; Llama's tokenizer puts a space before them itself."""
+    return KINDS[kind].encode(LETTERS.removeprefix(" ") if kind == "llama" else LETTERS, special=False)
+
+
+def answered(body: Any, tokenizer: Tokenizer) -> openai_answers.Answer:
+    return openai_answers.answer(body, "id", "m", tokenizer, openai_protocol.requests(body, "id", Defaults()))
+
+
+def in_place(text: str, found: dict[str, list[Any]]) -> bool:
+    """Whether each token that is text stands in the text where its offset says."""
+    return all(text.startswith(*each) for each in zip(found["tokens"], found["text_offset"], strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_token_of_a_completion_is_where_its_offset_says(kind: str) -> None:
+    """Also behind letters that are made of several tokens, and behind tokens that are not in the text."""
+    tokenizer = KINDS[kind]
+    ids = letters(kind)
+    text, found = await of_tokens(tokenizer, ids, prompt=PROMPT)
+    assert text == LETTERS
+    assert "".join(found["tokens"]) == text
+    assert in_place(text, found)
+    assert found["text_offset"][-1] == len(text) - len(found["tokens"][-1])
+    assert all(top[token] == -1.0 for token, top in zip(found["tokens"], found["top_logprobs"], strict=True))
+    named, same = await of_tokens(tokenizer, ids, prompt=PROMPT, return_tokens_as_token_ids=True)
+    assert (named, same["text_offset"]) == (text, found["text_offset"])
+    assert tokenizer.backend is not None
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    special = next(token for token, each in added if each.special)
+    for fields, extra in (({}, ""), ({"skip_special_tokens": False}, tokenizer.token(special))):
+        shown, found = await of_tokens(tokenizer, [special, *ids], prompt=PROMPT, **fields)
+        assert shown == extra + LETTERS
+        assert "".join(found["tokens"][1:]) == LETTERS
+        assert in_place(shown, {name: values[1:] for name, values in found.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_echoed_prompt_has_its_own_offsets(kind: str) -> None:
+    """The answer's first token is at the end of the prompt, whatever the tokenizer has put before it."""
+    tokenizer = KINDS[kind]
+    ids = letters(kind)
+    prompts = {PROMPT: PROMPT, "ids": tokenizer.decode(tokenizer.encode(PROMPT))}
+    for prompt, written in prompts.items():
+        asked: Any = tokenizer.encode(PROMPT) if prompt == "ids" else prompt
+        text, found = await of_tokens(tokenizer, ids, prompt=asked, echo=True)
+        first = len(found["tokens"]) - len(ids)
+        assert text == written + LETTERS
+        assert found["text_offset"][first] == len(written)
+        hidden = kind != "bytes" and prompt == PROMPT
+        assert found["text_offset"][0] == 0
+        assert "".join(found["tokens"][hidden:]) == text
+        assert in_place(text, {name: values[hidden:] for name, values in found.items()})

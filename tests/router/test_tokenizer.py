@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders
 
 from engine.loading import checkpoint
 from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
@@ -22,6 +22,7 @@ from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tandem.settings import Settings
+from tests.support.byte_fallback import fallback
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 TEXT = Tokenizer.load(DEMO)
@@ -44,22 +45,6 @@ def test_pieces_are_whole_code_points_and_add_up(text: str, cuts: list[int]) -> 
 
 
 # ---- any tokens at all, and tokenizers whose last resort are bytes
-
-
-def fallback(strip: bool) -> Tokenizer:
-    """Llama 2's way (with `strip`) or Gemma's, small: words, and bytes for everything else."""
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    words = ["\u2581", "a", "b", "\u2581a", "\u2581ab", "ab", "\N{SNOWMAN}", "\N{REPLACEMENT CHARACTER}"]
-    for token in [f"<0x{byte:02X}>" for byte in range(256)] + words:
-        vocabulary[token] = len(vocabulary)
-    merges = [("\u2581", "a"), ("a", "b"), ("\u2581", "ab")]
-    made = Backend(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    prepended = [normalizers.Prepend("\u2581")] if strip else []
-    made.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", "\u2581")])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])
-    made.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(made, None)
 
 
 FALLBACK = {"llama": fallback(strip=True), "gemma": fallback(strip=False)}

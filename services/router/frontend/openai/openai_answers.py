@@ -15,7 +15,7 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
-from services.router.frontend.openai.logprobs_json import Scored, joined_json, scored_tokens
+from services.router.frontend.openai.logprobs_json import Scored, TokenTexts, joined_json, scored_tokens, with_offsets
 from services.router.frontend.openai.openai_protocol import Chat, Completions
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Choice:
     """One completion so far."""
 
     index: int
-    letters: int = 0
+    texts: TokenTexts  # of its tokens with log probabilities so far
     begun: bool = False
     calls: int = 0  # of tools, begun so far
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
@@ -50,7 +50,6 @@ class Piece:
     finish: str | None = None
     stop_reason: int | str | None = None
     receipt: dict[str, Any] | None = None
-    offset: int = 0  # of the text in the choice's whole text
 
 
 class Answer(ABC):
@@ -166,8 +165,10 @@ class Answer(ABC):
             self._prompt_tokens += event.started.prompt_tokens
             return None
         number = index * self._each + (event.delta.choice if kind == "delta" else event.finished.choice)
-        choice = self._choices.setdefault(number, Choice(number))
-        piece = Piece(choice, offset=choice.letters)
+        if (choice := self._choices.get(number)) is None:
+            texts = TokenTexts(self._tokenizer, special=self._body.skip_special_tokens is False)
+            choice = self._choices[number] = Choice(number, texts)
+        piece = Piece(choice)
         if kind == "delta":
             self._tokens += len(event.delta.token_ids)
             if event.delta.last:
@@ -178,7 +179,6 @@ class Answer(ABC):
             if choice.held:
                 self._add(piece, choice.held, index)
             self._finish(piece, event.finished)
-        choice.letters += len(piece.text)
         return piece
 
     def _add(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
@@ -281,27 +281,26 @@ class CompletionsAnswer(Answer):
         request = self._requests[prompt]
         is_text = request.WhichOneof("input") == "text"
         piece.text = request.text.decode() if is_text else self._tokenizer.decode(request.token_ids.ids)
+        piece.choice.texts.offset = len(piece.text)
         if self._body.logprobs is not None:
             piece.logprobs = list(piece.prompt_logprobs)
 
     async def scores(self, piece: Piece) -> str:
-        tokens = [self._token(token) for token, _, _ in piece.logprobs]
-        offsets, at = [], piece.offset
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        chosen = [chosen for _, chosen, _ in piece.logprobs]
-        fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
-        return f'{encode(fields)[:-1]},"top_logprobs":[{await joined_json(self._top, piece.logprobs)}]}}'
+        echoed = len(piece.prompt_logprobs) if self._body.echo else 0
+        unwritten = self._unwritten(piece) if echoed else 0
+        parts = [
+            (TokenTexts(self._tokenizer, special=False), piece.logprobs[:unwritten]),
+            (TokenTexts(self._tokenizer, special=True, begins=True), piece.logprobs[unwritten:echoed]),
+            (piece.choice.texts, piece.logprobs[echoed:]),
+        ]
+        return await with_offsets(parts, as_ids=bool(self._body.return_tokens_as_token_ids))
 
-    def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
-        """By text: of several tokens with the same text the likeliest is shown. The chosen token is always shown."""
-        if chosen is None:
-            return None
-        return {
-            **{self._token(token_id): value for token_id, value in reversed(top.items())},
-            **({} if token in top else {self._token(token): chosen}),
-        }
+    def _unwritten(self, piece: Piece) -> int:
+        """How many of the prompt's first tokens the tokenizer has put before its text."""
+        if self._requests[piece.choice.index // self._each].WhichOneof("input") != "text":
+            return 0
+        own = self._tokenizer.encode("")
+        return len(own) if [token for token, _, _ in piece.prompt_logprobs[: len(own)]] == own else 0
 
 
 class ChatAnswer(Answer):
