@@ -45,6 +45,9 @@ class Options(SamplingOptions, total=False):
     """Another chat template than the model's, if the server permits it, or the name of another one that it has."""
     suffix: str | bytes | None
     """The completion fills the gap between the prompt and this text, if the model's tokenizer has tokens for that."""
+    add_special_tokens: bool | None
+    """Whether the prompt gets the special tokens that the tokenizer puts around a text. Absent: a text does, and a chat
+    has those of its template."""
     model: str | None
     """One of the models that the cluster serves; required where it serves several. `model_info` lists them."""
     adapter: str | None

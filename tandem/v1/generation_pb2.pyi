@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "cache_salt", "adapter", "priority", "ttft_slo_seconds", "suffix", "reading", "model")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "cache_salt", "adapter", "priority", "ttft_slo_seconds", "suffix", "reading", "model", "add_special_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GenerateRequest(_message.Message):
     SUFFIX_FIELD_NUMBER: _ClassVar[int]
     READING_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: bytes
     token_ids: TokenIds
@@ -34,7 +35,8 @@ class GenerateRequest(_message.Message):
     suffix: bytes
     reading: Reading
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_slo_seconds: _Optional[float] = ..., suffix: _Optional[bytes] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    add_special_tokens: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_slo_seconds: _Optional[float] = ..., suffix: _Optional[bytes] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., model: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class Reading(_message.Message):
     __slots__ = ("tools", "begins_in_reasoning", "one_call")

@@ -598,7 +598,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
         "guided_json.json_schema.properties.\\ud800.type",
     ),
     ("transfer parameters", {"kv_transfer_params": {"remote_host": "evil"}}, 400, "kv_transfer_params"),
-    ("no special tokens", {"add_special_tokens": False}, 400, "add_special_tokens"),
+    ("special tokens of no kind", {"add_special_tokens": "no"}, 400, "add_special_tokens"),
     ("an end at repetitions", {"repetition_detection": {"max_pattern_size": 4}}, 400, "repetition_detection"),
 ]
 BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
@@ -638,7 +638,6 @@ BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
     ("21 top_logprobs", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ("no completion tokens", {"messages": CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ("echo", {"messages": CHAT, "echo": True}, 400, "echo"),
-    ("more special tokens", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
     ("a search of the web", {"messages": CHAT, "web_search_options": {}}, 400, "web_search_options"),
 ]
 

@@ -79,6 +79,14 @@ def test_code_llama_has_a_space_before_the_prefix_only() -> None:
     assert [one.id_to_token(token) for token in found.ends[3:]] == [f"{SPACE}<EOT>"]
 
 
+def test_a_prompt_around_a_gap_begins_without_special_tokens_if_asked_to() -> None:
+    """Those that mark the gap stay."""
+    able = Tokenizer(backend(*FAMILIES[0][:3]), None)
+    usual = build_request(asked("x", "y"), able, MODEL).tokens
+    assert build_request(asked("x", "y", add_special_tokens=False), able, MODEL).tokens == usual[1:]
+    assert able.encode("") == usual[:1]
+
+
 def test_a_suffix_where_none_can_be_is_refused() -> None:
     """Without the tokens for it, without a tokenizer, beside token ids, too long, not UTF-8."""
     markers = FAMILIES[0][:3]

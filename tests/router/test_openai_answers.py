@@ -124,7 +124,8 @@ async def of_tokens(tokenizer: Tokenizer, ids: list[int], **fields: Any) -> tupl
     messages put together; without a stream they are the same."""
     body = openai_protocol.parse(json.dumps({"logprobs": 1, **fields}).encode(), openai_protocol.Completions)
     (request,) = openai_protocol.requests(body, "id", Defaults())
-    prompt = list(request.token_ids.ids) or tokenizer.encode(request.text.decode())
+    special = body.add_special_tokens is not False
+    prompt = list(request.token_ids.ids) or tokenizer.encode(request.text.decode(), special=special)
 
     async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
         stream = Detokenizer(tokenizer, special=body.skip_special_tokens is False, prompt=prompt)
@@ -206,3 +207,6 @@ async def test_an_echoed_prompt_has_its_own_offsets(kind: str) -> None:
         assert found["text_offset"][0] == 0
         assert "".join(found["tokens"][hidden:]) == text
         assert in_place(text, {name: values[hidden:] for name, values in found.items()})
+    if kind != "bytes":
+        text, found = await of_tokens(tokenizer, ids, prompt=f"<s>{PROMPT}", echo=True, add_special_tokens=False)
+        assert (found["tokens"][0], found["text_offset"][:2]) == ("<s>", [0, 3])

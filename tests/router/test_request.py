@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.frontend.openai import openai_protocol
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, build_request
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import MAX_BIASES
 from tandem.errors import InvalidRequest
+from tandem.rpc import request_builder
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
+from tests.support.byte_fallback import fallback
 
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=(2,))
 NUMBERS = st.floats(0, 1) | st.floats()  # mostly possible ones, and everything that a double can be
@@ -178,3 +184,34 @@ def test_an_id_that_no_text_has_is_none() -> None:
         build_request(request([1, text.known_ids]), text, padded)
     assert caught.value.field == "token_ids[1]"
     assert build_request(request([text.known_ids]), NO_TEXT, padded).tokens, "without a tokenizer nobody knows"
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "default"),
+    [
+        ({"prompt": "ab"}, "ab", True),
+        ({"prompt": [4, 5]}, None, False),
+        ({"messages": [{"role": "user", "content": "ab"}]}, "<s>user ab", False),
+    ],
+    ids=["text", "ids", "chat"],
+)
+def test_special_tokens_are_added_to_a_prompt_as_the_request_says(
+    asked: dict[str, Any], text: str | None, default: bool
+) -> None:
+    """By default to a text and not to a chat, whose template writes them; token ids stay as they are."""
+    source = "{% for message in messages %}<s>{{ message.role }} {{ message.content }}{% endfor %}"
+    tokenizer = Tokenizer(fallback(strip=False, begins=True).backend, ChatTemplate(source, {}))
+    model = replace(MODEL, vocab_size=tokenizer.known_ids)
+    begin = tokenizer.encode("")
+    assert len(begin) == 1
+    kind = openai_protocol.Chat if "messages" in asked else openai_protocol.Completions
+    ids = [4, 5] if text is None else tokenizer.encode(text, special=False)
+    for add, added in ((None, default), (True, True), (False, False)):
+        body = openai_protocol.parse(json.dumps({**asked, "add_special_tokens": add}).encode(), kind)
+        (message,) = openai_protocol.requests(body, "id", Defaults())
+        expected = [*begin, *ids] if added and text is not None else ids
+        assert build_request(message, tokenizer, model).tokens == expected
+        from_client = request_builder.build_request(
+            asked.get("prompt"), messages=asked.get("messages"), add_special_tokens=add
+        )
+        assert build_request(from_client, tokenizer, model).tokens == expected

@@ -47,7 +47,7 @@ class Tokenize(BaseModel):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
 class Detokenize(BaseModel):
@@ -139,7 +139,7 @@ class Api:
         if least := model.tokenizer.at_least(prompt, max(context, MAX_TOKENIZE_TOKENS)):
             bound = f"at most {max(context, MAX_TOKENIZE_TOKENS)} tokens"
             raise InvalidRequest(f"prompt has over {least} tokens", field="prompt", bound=bound)
-        ids = model.tokenizer.encode(prompt, special=body.add_special_tokens)
+        ids = model.tokenizer.encode(prompt, special=body.add_special_tokens is not False)
         return to_json({"count": len(ids), "max_model_len": context, "tokens": ids})
 
     def _detokenized(self, raw: bytes) -> bytes:

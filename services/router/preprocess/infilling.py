@@ -52,9 +52,9 @@ class Infilling:
     ends: tuple[int, ...]
     spaced: bool
 
-    def encode(self, before: str, after: str) -> list[int]:
-        """The prompt, with the special tokens that the model expects before any text."""
-        start: list[int] = self.backend.encode("", add_special_tokens=True).ids
+    def encode(self, before: str, after: str, *, special: bool = True) -> list[int]:
+        """The prompt, with the special tokens that the model expects before any text unless `special` is off."""
+        start: list[int] = self.backend.encode("", add_special_tokens=special).ids
         return [*start, self.prefix, *self._ids(before), self.suffix, *self._joined(after), self.middle]
 
     def _ids(self, text: str) -> list[int]:

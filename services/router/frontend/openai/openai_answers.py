@@ -299,7 +299,7 @@ class CompletionsAnswer(Answer):
         """How many of the prompt's first tokens the tokenizer has put before its text."""
         if self._requests[piece.choice.index // self._each].WhichOneof("input") != "text":
             return 0
-        own = self._tokenizer.encode("")
+        own = self._tokenizer.encode("", special=self._body.add_special_tokens is not False)
         return len(own) if [token for token, _, _ in piece.prompt_logprobs[: len(own)]] == own else 0
 
 

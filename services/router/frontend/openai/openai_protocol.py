@@ -92,7 +92,6 @@ class Completions(Sampled):
 
     default_max_tokens: ClassVar[int] = DEFAULT_COMPLETION_TOKENS
     input_name: ClassVar[str] = "prompt"
-    not_served: ClassVar[NotServed] = {"add_special_tokens": (True,)}
 
     @classmethod
     def most_numbers(cls, context: int) -> int:
@@ -159,7 +158,7 @@ class Chat(Sampled):
 
     default_max_tokens: ClassVar[int] = REST_OF_CONTEXT
     input_name: ClassVar[str] = "messages"
-    not_served: ClassVar[NotServed] = {"add_special_tokens": (False,), "echo": (False,)}
+    not_served: ClassVar[NotServed] = {"echo": (False,)}
 
     def sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
         params = super().sampling(defaults)
@@ -344,6 +343,7 @@ def requests(
             adapter=adapter,
             priority=body.priority or 0,
             ttft_slo_seconds=body.ttft_slo_seconds,
+            add_special_tokens=body.add_special_tokens,
             **fields,
         )
         for index, fields in enumerate(inputs)

@@ -76,6 +76,7 @@ class Sampled(Numbers, ABC):
     allowed_token_ids: List[Int64] | None = None
     bad_words: List[str] | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # to the prompt
     logit_bias: dict[TokenKey, float] | None = None
     prompt_logprobs: Int64 | None = None
     response_format: dict[str, Any] | None = None

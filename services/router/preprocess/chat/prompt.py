@@ -51,12 +51,16 @@ def prompt_tokens(
             text = utf8(message.text, "text", "at least one character")
         if least := tokenizer.at_least(text, model.context):
             raise over_context(model.context, least, kind, counted=False)
-        tokens = tokenizer.encode(text, special=not chat)  # a template writes the special tokens itself
+        tokens = tokenizer.encode(text, special=_adds_special(message, not chat))  # a template writes its own
     if not tokens:
         raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
     if len(tokens) >= model.context:
         raise over_context(model.context, len(tokens), kind)
     return PromptTokens(tokens, rendered_end)
+
+
+def _adds_special(message: generation_pb2.GenerateRequest, default: bool) -> bool:
+    return bool(message.add_special_tokens) if message.HasField("add_special_tokens") else default
 
 
 def _rendering(chat: generation_pb2.Chat) -> Rendering:
@@ -90,7 +94,7 @@ def _around_gap(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, m
     before, after = utf8(message.text, "text", None), utf8(message.suffix, "suffix", None)
     if least := tokenizer.at_least(before + after, model.context):
         raise over_context(model.context, least, "text", counted=False)
-    return tokenizer.infilling.encode(before, after)
+    return tokenizer.infilling.encode(before, after, special=_adds_special(message, True))
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
