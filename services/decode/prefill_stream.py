@@ -21,6 +21,7 @@ import grpc
 from engine.core.sequence import Sequence
 from kvtransfer.receiver import Reads, Receiver, TransferStats
 from kvtransfer.types import DigestBlocks, Ticket
+from services.decode import first_token
 from services.decode.decode_call import DecodeCall
 from services.decode.kv_landing import KvLanding, Landed
 from services.decode.prefill_peers import PrefillPeer
@@ -31,7 +32,6 @@ from tandem.errors import (
     DataLoss,
     DeadlineExceeded,
     IncompatibleLayout,
-    InternalError,
     PreconditionFailed,
     StepFailed,
     TandemError,
@@ -104,15 +104,15 @@ class PrefillStream:
 
     async def _read(self) -> None:
         """Handles the next message of the stream."""
-        name = self._prefill.incarnation[0]
         event: Any = await self._call.read()
-        if event is grpc.aio.EOF:
+        if event is grpc.aio.EOF or event is None:  # None: bytes that are not a message
             raise WorkerLost("it ended the prefill stream early")
         if self.receiver is None and event.HasField("opened"):
             self._open(event.opened)
         elif self.receiver is None:
-            raise InternalError(f"{name} sent something before it opened a transfer")
+            raise WorkerLost("it sent something before it opened a transfer")
         elif event.HasField("first_token"):
+            first_token.check(event.first_token, self._request, self._worker.engine.model.vocab_size)
             self._first, self.first_at = event.first_token, monotonic()
         else:
             await self.receiver.add(ready_from(event.ready))

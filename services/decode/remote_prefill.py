@@ -19,6 +19,7 @@ from engine.core.sequence import Finish, Sequence
 from engine.engine_thread import SequenceStream
 from kvtransfer.receiver import TransferStats
 from kvtransfer.types import DigestBlocks
+from services.decode import first_token
 from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
 from services.decode.prefill_peers import PrefillPeer, PrefillPeers
@@ -80,8 +81,8 @@ class RemotePrefill:
             with self._worker.metrics.transfer() as transfer:
                 try:
                     first = await stream.first_token()
-                    await call.emit(_first_token(first, sequence, call.started, reserved_at, stream.first_at))
-                    finish = _ends_at_once(sequence, first.token_id)
+                    await call.emit(first_token.to_router(first, sequence, call.started, reserved_at, stream.first_at))
+                    finish = first_token.ends_at_once(sequence, first.token_id)
                     if finish is not None:
                         return PrefillResult(finish)  # the KV is not needed; leaving ends the stream and the lease
                     result = await self._commit(call, sequence, stream, transfer, first.token_id)
@@ -99,7 +100,7 @@ class RemotePrefill:
                         await self._cleanup.after_abort(sequence.id, stream.receiver, held.pop_all())
 
     async def _commit(
-        self, call: DecodeCall, sequence: Sequence, stream: PrefillStream, transfer: Transfer, first_token: int
+        self, call: DecodeCall, sequence: Sequence, stream: PrefillStream, transfer: Transfer, token: int
     ) -> PrefillResult:
         """Waits for the KV, then hands the sequence to the engine."""
         metrics = self._worker.metrics
@@ -111,7 +112,7 @@ class RemotePrefill:
         # Only now: the source has confirmed that it held these blocks until every byte had been read and verified.
         beginning = await self._gate.enter()
         try:
-            watch = await self._worker.loop.join(sequence, first_token)
+            watch = await self._worker.loop.join(sequence, token)
         except BaseException:
             beginning.close()
             raise
@@ -142,32 +143,6 @@ class RemotePrefill:
             stop_token_ids=request.stop_token_ids,
             adapter=adapter_to(request.adapter.name, sequence.adapter),
         )
-
-
-def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
-    """Why the sequence ends with its first token; None if it goes on. The token is appended when the sequence joins."""
-    if token in sequence.stop_ids:
-        return Finish.STOP
-    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.max_len else None
-
-
-def _first_token(
-    first: prefill_pb2.FirstToken, sequence: Sequence, started: float, reserved: float, now: float
-) -> decode_pb2.DecodeResponse:
-    timing = decode_pb2.FirstTokenTiming(
-        total_seconds=now - started,
-        admit_seconds=reserved - started,
-        prefill=first.timing,
-        path=common_pb2.PATH_DISAGGREGATED,
-    )
-    tokens = decode_pb2.Tokens(
-        position=len(sequence.tokens),
-        token_ids=[first.token_id],
-        first=timing,
-        logprobs=first.logprobs if first.HasField("logprobs") else None,
-        prompt_logprobs=first.prompt_logprobs if first.HasField("prompt_logprobs") else None,
-    )
-    return decode_pb2.DecodeResponse(tokens=tokens)
 
 
 def _report(stats: TransferStats, exposed: float, converted: str) -> common_pb2.TransferReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from services.decode.prefill_stream import PrefillStream, from_below
 from services.prefill.servicer import PrefillServicer
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
 from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from tests.journey.conftest import all_transports, both_transports
 from tests.journey.test_forged import GREEDY
 from tests.support import oracle
@@ -319,3 +319,51 @@ def test_what_a_failure_below_is_for_the_router() -> None:
         ("DataLoss", True): "DIGEST_MISMATCH",
         ("DataLoss", False): "DIGEST_MISMATCH",
     }
+
+
+# ---- a prefill worker that sends nonsense
+
+
+def _no_such_token(event: prefill_pb2.PrefillResponse) -> None:
+    event.first_token.token_id = 2**31
+
+
+def _no_scores(event: prefill_pb2.PrefillResponse) -> None:
+    event.first_token.ClearField("logprobs")
+
+
+def _uneven_scores(event: prefill_pb2.PrefillResponse) -> None:
+    event.first_token.logprobs.top.append(0.0)
+
+
+def _fewer_prompt_scores(event: prefill_pb2.PrefillResponse) -> None:
+    event.first_token.prompt_logprobs.chosen.pop()
+
+
+@pytest.mark.parametrize("harm", [_no_such_token, _no_scores, _uneven_scores, _fewer_prompt_scores, None])
+async def test_a_prefill_worker_that_sends_nonsense_loses_the_request_to_another(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None] | None
+) -> None:
+    """A first token that the model does not have, scores that do not belong to it, a token before the transfer: it is
+    this worker's fault and not the client's, who gets the same tokens."""
+    offer, faulty_worker = PrefillServicer._offer, list[str]()
+
+    async def faulty(servicer: Any, *given: Any) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        worker_id = servicer._worker.worker_id
+        faulty_worker[:] = faulty_worker or [worker_id]
+        async for event in offer(servicer, *given):
+            if [worker_id] == faulty_worker:
+                if harm is None and event.HasField("opened"):
+                    continue
+                if harm is not None and event.HasField("first_token"):
+                    harm(event)
+            yield event
+
+    monkeypatch.setattr(PrefillServicer, "_offer", faulty)
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(prefill=2) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert (done.receipt.attempts, done.receipt.path) == (2, "disaggregated")
+        assert [done.receipt.prefill_worker] != faulty_worker != []
+        await cluster.freed()
