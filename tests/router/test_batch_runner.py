@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.state.batch_store import BatchRecord, BatchStatus, LineResult, Stored
+from cluster.state.job_journal import Kept
 from services.router.frontend.batches import batch_runner
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.batches.batch_runner import WINDOW, BatchRunner, _Running
+from tests.support.waiting import until
 
 RECORD = BatchRecord("ann", "batch_1", {"expires_at": str(int(time.time()) + 86_400), "generation": "1"})
 LINES = [Line(number, str(number), b"") for number in range(3 * WINDOW)]
@@ -152,3 +155,83 @@ def test_all_lines_that_may_have_been_begun_are_cancelled() -> None:
     begun = batch_runner._begun(left)
     assert [line.model for line in begun] == ["a"] * WINDOW + ["b"] * WINDOW
     assert begun[-1].number == OF_B[WINDOW - 1]
+
+
+# ---- more batches than places
+
+
+class Waiting:
+    """Batches without an owner, in the order in which they are claimed. None of them has an end."""
+
+    def __init__(self, *tenants: str) -> None:
+        self.records = [BatchRecord(tenant, f"batch_{at}", {"generation": "1"}) for at, tenant in enumerate(tenants)]
+        self.running: list[str] = []  # their tenants
+        self.most = 0
+        self.seen: set[str] = set()  # ids of those that ran
+        self.given_up = 0
+
+    async def claim(self) -> BatchRecord | None:
+        return self.records.pop(0) if self.records else None
+
+    async def renew(self, owned: list[BatchRecord]) -> list[Kept]:
+        return [Kept.KEPT for _ in owned]
+
+    async def release(self, owned: list[BatchRecord]) -> None:
+        self.records += owned
+        self.given_up += len(owned)
+
+    async def run(self, one: _Running) -> None:
+        self.running.append(one.record.tenant)
+        self.most = max(self.most, len(self.running))
+        self.seen.add(one.record.batch_id)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running.remove(one.record.tenant)
+
+
+@asynccontextmanager
+async def running(waiting: Waiting, monkeypatch: pytest.MonkeyPatch, turn_s: float) -> AsyncIterator[None]:
+    """A router with four places runs them, and looks again and again for one that waits."""
+    monkeypatch.setattr(batch_runner, "MAX_RUNNING", 4)
+    monkeypatch.setattr(batch_runner, "LEASE_S", 0.003)
+    monkeypatch.setattr(batch_runner, "TURN_S", turn_s)
+    given: Any = SimpleNamespace
+    store = given(claim=waiting.claim, renew=waiting.renew, release=waiting.release)
+    one = BatchRunner(store, given(), given(), given())
+    monkeypatch.setattr(one, "_work", waiting.run)
+    await one.start()
+    try:
+        yield
+    finally:
+        await one.leave()
+
+
+async def test_the_long_batches_of_one_tenant_leave_a_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once their turn is over; the other's one batch keeps its place while they take turns. The control: without turns
+    it waits for one of them to end."""
+    waiting = Waiting("ann", "ann", "ann", "ann", "ann", "bob")
+    async with running(waiting, monkeypatch, turn_s=0.02):
+        await until(lambda: len(waiting.seen) == 6, 10, lambda: waiting.seen)
+        had = waiting.given_up
+        await until(lambda: waiting.given_up > had + 8 or waiting.running.count("bob") != 1, 10)
+        assert waiting.running.count("bob") == 1
+    assert waiting.most == 4
+    waiting = Waiting("ann", "ann", "ann", "ann", "bob")
+    async with running(waiting, monkeypatch, turn_s=1e6):
+        with pytest.raises(AssertionError):
+            await until(lambda: "bob" in waiting.running, 0.2)
+
+
+async def test_more_tenants_than_places_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them, again and again; and where none waits, none gives up its place."""
+    waiting = Waiting(*"abcdefg")
+    async with running(waiting, monkeypatch, turn_s=0.01):
+        for _ in range(2):
+            waiting.seen.clear()
+            await until(lambda: len(waiting.seen) == 7, 10, lambda: waiting.seen)
+    waiting = Waiting(*"abcd")
+    async with running(waiting, monkeypatch, turn_s=0.0):
+        await until(lambda: len(waiting.running) == 4, 10)
+        with pytest.raises(AssertionError):
+            await until(lambda: waiting.given_up > 0, 0.1)

@@ -1,6 +1,8 @@
 """Runs the batches whose lease this router holds, and takes over batches without an owner.
 
 create or expiry of a lease ─▶ claim ─▶ read the input ─▶ WINDOW lines of each model at a time ─▶ results ─▶ files
+              ▲                                                 │ its turn is over, and another batch waits
+              └─────────────────────────────────────────────────┘ with the results that it has
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 
 import structlog
 
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 LEASE_S = 6.0
 MAX_RUNNING = 16  # batches that one router runs, each with its input in memory
+TURN_S = 300.0  # for which a batch keeps its place while others wait; its input is read again after that
 LINES_PER_SLICE = 512  # whose models are looked up before the event loop serves streams again
 WINDOW = 8  # lines of one batch in progress, to one model
 SATURATED_CHECK_S = 0.25  # between two looks whether requests still wait
@@ -52,6 +55,7 @@ class _Running:
 
     record: BatchRecord
     cancelled: bool
+    since: float = field(default_factory=monotonic)
     limit: asyncio.Timeout | None = None  # of its lines, while they run
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -99,9 +103,26 @@ class BatchRunner:
                 while len(self._running) < MAX_RUNNING and (record := await self._store.claim()):
                     log.info("batch.claimed", batch=record.batch_id, owner=record.generation)
                     self._run_here(record)
+                await self._take_turns()
             except TandemError as error:
                 log.warning("batches.not_kept", error=error.message)
             await within(self._changed, LEASE_S / 3)
+
+    async def _take_turns(self) -> None:
+        """Where every place is taken, the oldest batch of a tenant that has the most gives its place to one that waits,
+        once its turn is over. Those that wait are claimed in the order in which they began to."""
+        places = Counter(tenant for tenant, _ in self._running)
+        most = [one for (tenant, _), one in self._running.items() if places[tenant] == max(places.values())]
+        if (
+            len(self._running) < MAX_RUNNING
+            or (last := min(most, key=lambda one: one.since)).since > monotonic() - TURN_S
+        ):
+            return
+        if record := await self._store.claim():
+            log.info("batch.turn", batch=record.batch_id, owner=record.generation, instead_of=last.record.batch_id)
+            await end(last.task)
+            self._run_here(record)
+            await self._store.release([last.record])
 
     async def _renew(self) -> None:
         running = list(self._running.values())
