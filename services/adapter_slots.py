@@ -3,9 +3,11 @@
     held(adapter) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
 
 A slot is held by its requests from before their first block is reserved until their last one is dropped, so no adapter
-is replaced under a running request. A request that finds all slots in use waits, and no later request for an adapter
-overtakes it. Requests for the base model need no slot. An adapter that was unloaded keeps its slot while a request has
-it; then its slot is the first to be used for another.
+is replaced under a running request. Requests that find all slots in use wait, in their order. For the first of them one
+slot is closed: no request joins those that have it, so that it comes free. A later request whose adapter is in another
+slot does not wait, until the first one has waited for half of its time: then all slots are closed. Requests for the
+base model need no slot. An adapter that was unloaded keeps its slot while a request has it; then its slot is the first
+to be used for another.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class AdapterSlots:
         self._lora = loop.engine.model.lora
         self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
         self._lock = asyncio.Lock()  # asyncio locks are fair: first come, first served
+        self._closed: set[_Slot] = set()  # while the holder of the lock waits
         self._freed = asyncio.Event()
         self._uses = 0
 
@@ -119,30 +122,39 @@ class AdapterSlots:
 
     async def _take(self, adapter: Adapter) -> _Slot:
         try:
-            async with asyncio.timeout(self._timeout_s), self._lock:
-                while (slot := self._slot_of(adapter)) is None:
-                    self._freed.clear()
-                    await self._freed.wait()
+            async with asyncio.timeout(self._timeout_s):
+                if (slot := self._loaded(adapter)) is None or slot in self._closed:
+                    async with self._lock:
+                        slot = self._loaded(adapter) or await self._idle()
+                        if not slot.has(adapter) or slot.failed:
+                            slot.adapter, slot.loading = adapter, None
         except TimeoutError as error:
             raise Busy(
                 f"all {len(self._slots)} adapter slots were in use for {self._timeout_s:g} s",
                 reason="NO_ADAPTER_SLOT",
                 retry_after=1.0,
             ) from error
-        return slot
-
-    def _slot_of(self, adapter: Adapter) -> _Slot | None:
-        """A slot for one more user of this adapter."""
-        slot = next((slot for slot in self._slots if slot.has(adapter) and not slot.failed), None)
-        if slot is None:
-            idle = [slot for slot in self._slots if slot.idle]
-            if not idle:
-                return None
-            named = set(self.fingerprints().values())
-            slot = min(idle, key=lambda one: (one.adapter is not None, one.fingerprint in named, one.last_used))
-            slot.adapter, slot.loading = adapter, None
         slot.users += 1
         return slot
+
+    def _loaded(self, adapter: Adapter) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.has(adapter) and not slot.failed), None)
+
+    async def _idle(self) -> _Slot:
+        """The slot whose adapter is the least needed. Waits while all are in use."""
+        if not any(slot.idle for slot in self._slots):
+            closing = asyncio.get_running_loop().call_later(self._timeout_s / 2, self._closed.update, self._slots)
+            self._closed.add(min(self._slots, key=lambda one: (one.users, one.last_used)))
+            try:
+                while not any(slot.idle for slot in self._slots):
+                    self._freed.clear()
+                    await self._freed.wait()
+            finally:
+                closing.cancel()
+                self._closed.clear()
+        named = set(self.fingerprints().values())
+        idle = (slot for slot in self._slots if slot.idle)
+        return min(idle, key=lambda one: (one.adapter is not None, one.fingerprint in named, one.last_used))
 
     async def _load(self, slot: _Slot) -> None:
         assert self._lora is not None
