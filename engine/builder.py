@@ -21,8 +21,8 @@ from engine.core.kv_layout import slot_bytes
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.step_time import MANY, StepTime
 from engine.decoding import sampler
+from engine.decoding.grammars import Grammars
 from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
-from engine.decoding.structured_output import Grammars
 from engine.engine import Engine
 from engine.kernels import speed_check
 from engine.kernels.weight_cache import WeightCache, default_folder

@@ -31,10 +31,11 @@ from engine.core.scheduler import Chunk, Scheduler
 from engine.core.sequence import Finish, Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
+from engine.decoding.grammars import Grammars
 from engine.decoding.new_tokens import Run, append_chosen
 from engine.decoding.sampler import not_finite, score_prompt
 from engine.decoding.speculative import Speculation
-from engine.decoding.structured_output import Filling, Grammars, Masks
+from engine.decoding.structured_output import Filling, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
 from engine.run_ahead import Flight, RunAhead

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from time import clock_gettime, pthread_getcpuclockid
+from typing import Generic, TypeVar
+
+POLL_S = 0.05
+T = TypeVar("T")
 
 
 class NativeThread(threading.Thread):
@@ -38,11 +43,36 @@ class LeftBehind:
 
     def __init__(self) -> None:
         self.threads: list[NativeThread] = []
+        self._lock = threading.Lock()
 
     def add(self, thread: NativeThread) -> None:
         thread.leave()
-        self.threads.append(thread)
+        with self._lock:
+            self.threads.append(thread)
 
     def count(self) -> int:
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-        return len(self.threads)
+        with self._lock:
+            self.threads = [thread for thread in self.threads if thread.is_alive()]
+            return len(self.threads)
+
+
+class NativeCall(Generic[T]):
+    """A call on a thread of its own."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        self.result: Future[T] = Future()
+        self.thread = NativeThread(name)
+        self.thread.submit(lambda: self._run(work))
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self.result.set_result(work())
+        except Exception as error:  # raised to whoever asks for the result
+            self.result.set_exception(error)
+
+    def ends_within(self, cpu_s: float) -> bool:
+        """Waits until the call has ended, or has taken so much CPU time since it began."""
+        while not wait((self.result,), POLL_S).done:
+            if self.thread.cpu_s() > cpu_s:
+                return False
+        return True

@@ -1,7 +1,7 @@
 """Text that matches a grammar: xgrammar determines which tokens may come next, as one bit for each token.
 
     GrammarSpec ──Grammars.compile──▶ Compiled ──▶ Matcher of a sequence ──Masks.begin──▶ Filling ──▶ logits
-                  a thread, once                 a memo of its tokens     a thread, while the forward runs
+                  grammars.py, once              a memo of its tokens     a thread, while the forward runs
 
 All state is derived: from a request and its tokens, any worker computes the same bits. So preemption, handoff and
 resume carry no matcher state.
@@ -16,9 +16,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import thread_time
 
@@ -28,118 +26,20 @@ import torch
 import xgrammar
 
 from engine.core.sequence import Sequence
-from engine.decoding.native_thread import LeftBehind, NativeThread
+from engine.decoding.native_thread import POLL_S, LeftBehind, NativeThread
 from engine.gpu import sampling
-from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
+from tandem.errors import InternalError, InvalidRequest, PreconditionFailed, TandemError
 from tandem.sampling import GrammarSpec, ReasoningTokens
 
 log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
 
-COMPILE_CPU_S = 5.0
 TOKEN_CPU_S = 1.0  # for one mask; typical are 0.2 ms
 REPLAY_CPU_S = 0.005  # for each token that is matched again, on top
-MAX_GRAMMAR_BYTES = 64 * 2**20
-CACHE_BYTES = 256 * 2**20
-CACHE_REFUSED = 256
 MAX_WHITESPACE = 4  # between two parts of JSON; a small model may never end otherwise
-MAX_LEFT_BEHIND = 2  # threads in calls that may never end; with more, grammars are refused here
-POLL_S = 0.05
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
-
-
-class Grammars:
-    """Compiles grammars for one vocabulary, and remembers them."""
-
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._eos = list(eos_token_ids)
-        self._vocabulary: Vocabulary | None = None  # loaded on first use
-        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
-        self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
-        self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(1, "grammar")  # requests that wait for the thread below
-        self._thread: NativeThread | None = None
-        self.left_behind = LeftBehind()
-
-    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
-        """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
-        with self._lock:
-            known = self._compiled.get(spec)
-            if known is not None:
-                self._compiled.move_to_end(spec)
-                done: Future[Compiled] = Future()
-                done.set_result(known)
-                return done
-        return self._executor.submit(self._compile, spec)
-
-    def _compile(self, spec: GrammarSpec) -> Compiled:
-        with self._lock:
-            if spec in self._compiled:
-                return self._compiled[spec]
-            if spec in self._refused:
-                raise self._refused[spec]
-        if self.left_behind.count() > MAX_LEFT_BEHIND:
-            raise Busy(
-                "this worker still computes grammars that it has abandoned; `tandem drain` restarts it",
-                reason="GRAMMARS_STUCK",
-                retry_after=5.0,
-            )
-        if self._vocabulary is None:
-            self._vocabulary = vocabulary(self._folder, self._vocab_size, self._eos)
-        try:
-            compiled = self._bounded(spec, self._vocabulary)
-        except InvalidRequest as error:
-            with self._lock:
-                self._refused[spec] = error
-                while len(self._refused) > CACHE_REFUSED:
-                    self._refused.popitem(last=False)
-            raise
-        with self._lock:
-            self._compiled[spec] = compiled
-            while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
-                self._compiled.popitem(last=False)
-        return compiled
-
-    def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
-        thread = self._thread = self._thread or NativeThread("grammar-compile")
-        done: Future[Compiled] = Future()
-        ended = threading.Event()
-
-        def work() -> None:
-            try:
-                done.set_result(_compiled(spec, vocabulary))
-            except (RuntimeError, ValueError) as error:  # what xgrammar raises for whatever it does not like
-                done.set_exception(_refusal(spec, error))
-            except Exception as error:  # a bug: the caller's answer, not this thread's end
-                done.set_exception(error)
-            finally:
-                ended.set()
-
-        before = thread.cpu_s()
-        thread.submit(work)
-        while not ended.wait(POLL_S):
-            if thread.cpu_s() - before > COMPILE_CPU_S:
-                self.left_behind.add(thread)
-                self._thread = None
-                raise InvalidRequest(
-                    f"{spec.field} takes too long to compile; make it smaller",
-                    reason="GRAMMAR_TOO_COMPLEX",
-                    field=spec.field,
-                    bound=f"{COMPILE_CPU_S:g} s of CPU time",
-                )
-        compiled = done.result()
-        if compiled.memory_size_bytes > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(
-                f"{spec.field} needs {compiled.memory_size_bytes} bytes when compiled",
-                reason="GRAMMAR_TOO_COMPLEX",
-                field=spec.field,
-                bound=f"at most {MAX_GRAMMAR_BYTES} bytes",
-            )
-        return compiled
 
 
 class Vocabulary:
@@ -191,7 +91,7 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
     return Vocabulary(plain)
 
 
-def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
+def compile_spec(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
     tokens = vocabulary.json if spec.kind in ("json_schema", "json", "calls") else vocabulary.plain
     compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
     match spec.kind:
@@ -226,7 +126,7 @@ def _calls(separator: str | None, calls: list[tuple[str, str, str]], style: str 
     )
 
 
-def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
+def refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
     what = _WHERE.sub("", str(error).strip())[:300]
     return InvalidRequest(
         f"{spec.field} cannot be compiled: {what}",

@@ -18,7 +18,7 @@ import typer
 
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.decoding.structured_output import Filling, Masks, Vocabulary, _compiled, apply
+from engine.decoding.structured_output import Filling, Masks, Vocabulary, apply, compile_spec
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
@@ -86,7 +86,7 @@ def engine_of(model: ModelRunner, batch: int, repeats: int, masks: Masks, gramma
         model, EngineConfig(num_blocks=batch * (max_len // 16 + 2), block_size=16, token_budget=1024, max_running=batch)
     )
     engine.masks = masks
-    compiled = _compiled(grammar[0], words) if grammar else None
+    compiled = compile_spec(grammar[0], words) if grammar else None
     for index in range(batch):
         tokens = [random.randrange(1000, model.vocab_size - 1) for _ in range(PROMPT)] + list(
             grammar[1] if grammar else b'"'

@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 
 import engine.decoding.structured_output
 from engine.core.sequence import Sequence
+from engine.decoding import grammars as grammars_module
+from engine.decoding.grammars import Grammars
 from engine.decoding.sampler import choose
-from engine.decoding.structured_output import Grammars, Masks, Matcher, Vocabulary, _compiled, matcher_of, vocabulary
+from engine.decoding.structured_output import Masks, Matcher, Vocabulary, compile_spec, matcher_of, vocabulary
 from services.proto_convert import sampling_from
 from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Text, joined
@@ -51,12 +53,12 @@ def sequence(spec: GrammarSpec | None, text: str = "", *, stop_ids: tuple[int, .
         max_len=len(tokens) + 1000,
         stop_ids=frozenset(stop_ids),
         sampling=Sampling(grammar=spec, **how),
-        grammar=_compiled(spec, BYTES) if spec else None,
+        grammar=compile_spec(spec, BYTES) if spec else None,
     )
 
 
 def fits(spec: GrammarSpec, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(_compiled(spec, BYTES))
+    matcher = xgrammar.GrammarMatcher(compile_spec(spec, BYTES))
     return all(matcher.accept_token(byte) for byte in text.encode()) and bool(matcher.is_completed())
 
 
@@ -679,7 +681,7 @@ def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
     hostile = GrammarSpec("regex", "(a*)*(a*)*(a|b)*(a|aa)*" * 45)
     first = grammars.compile(GrammarSpec("regex", "a+")).result(60)
     assert grammars.compile(GrammarSpec("regex", "a+")).result(0) is first, "from the cache"
-    monkeypatch.setattr(engine.decoding.structured_output, "COMPILE_CPU_S", 0.05)
+    monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 0.05)
     with pytest.raises(InvalidRequest) as caught:
         grammars.compile(hostile).result(60)
     assert (caught.value.reason, caught.value.field) == ("GRAMMAR_TOO_COMPLEX", "sampling.grammar.regex")
@@ -692,10 +694,52 @@ def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
         thread.join(60)
 
 
+class Slow:
+    """Grammars of capital letters take CPU time until `go` is set; `begun` has all in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+
+    def compile(self, spec: GrammarSpec, known: Any) -> Any:
+        self.begun.append(spec.text)
+        while spec.text.isupper() and not self.go.is_set():
+            sum(range(1000))
+        return compile_spec(spec, known)
+
+
+def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them go on beside the next ones, and the same one again waits for what comes of it. A fourth is waited
+    for, so that no more threads compile. The control: when none goes on beside others, one holds up all."""
+    grammars, slow = Grammars(DEMO, 2048, [0]), Slow()
+    monkeypatch.setattr(grammars_module, "compile_spec", slow.compile)
+    monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 600.0)
+    monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 0.01)
+    slow_ones = [grammars.compile(GrammarSpec("regex", text)) for text in ("A", "B", "A", "C")]
+    assert grammars.compile(GrammarSpec("regex", "d")).result(60)
+    assert not any(one.done() for one in slow_ones)
+    fourth, later = grammars.compile(GrammarSpec("regex", "E")), grammars.compile(GrammarSpec("regex", "f"))
+    with pytest.raises(TimeoutError):
+        later.result(0.3)
+    slow.go.set()
+    assert slow_ones[0].result(60) is slow_ones[2].result(60)
+    assert all(one.result(60) for one in (*slow_ones, fourth, later))
+    assert sorted(slow.begun) == ["A", "B", "C", "E", "d", "f"]
+    assert grammars.left_behind.count() == 0
+    slow.go.clear()
+    monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 600.0)
+    alone, after = grammars.compile(GrammarSpec("regex", "G")), grammars.compile(GrammarSpec("regex", "h"))
+    with pytest.raises(TimeoutError):
+        after.result(0.3)
+    slow.go.set()
+    assert alone.result(60)
+    assert after.result(60)
+
+
 def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request gets the error, and the next grammar is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
-    monkeypatch.setattr(engine.decoding.structured_output, "_compiled", lambda *_: [][1])
+    monkeypatch.setattr(grammars_module, "compile_spec", lambda *_: [][1])
     with pytest.raises(IndexError):
         grammars.compile(GrammarSpec("regex", "a")).result(20)
     monkeypatch.undo()
@@ -721,7 +765,7 @@ def test_bad_grammars_name_their_field() -> None:
 def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded too; and with too many stuck threads the router is sent to another worker."""
     grammars = Grammars(DEMO, 2048, [0])
-    monkeypatch.setattr(engine.decoding.structured_output, "MAX_GRAMMAR_BYTES", 100)
+    monkeypatch.setattr(grammars_module, "MAX_GRAMMAR_BYTES", 100)
     with pytest.raises(InvalidRequest, match="bytes"):
         grammars.compile(GrammarSpec("regex", "abc")).result(60)
     monkeypatch.setattr(grammars.left_behind, "count", lambda: 3)
@@ -737,7 +781,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     b = grammars.compile(specs[1]).result(60)
     c = Grammars(DEMO, 2048, [0]).compile(specs[2]).result(60)
     limit = a.memory_size_bytes + max(b.memory_size_bytes, c.memory_size_bytes)
-    monkeypatch.setattr(engine.decoding.structured_output, "CACHE_BYTES", limit)
+    monkeypatch.setattr(grammars_module, "CACHE_BYTES", limit)
     assert grammars.compile(specs[0]).result(60) is a
     grammars.compile(specs[2]).result(60)
     assert grammars.compile(specs[0]).result(60) is a
@@ -757,7 +801,7 @@ def test_tokens_are_to_the_grammar_what_they_are_to_the_reader(tmp_path: Path) -
     shown = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
     assert [texts[token].decode(errors="replace") for token in range(len(shown))] == shown
     assert {token for token in range(len(shown)) if not texts[token]} == special
-    matcher = Matcher(_compiled(GrammarSpec("regex", "(.|\n)*"), Vocabulary(found)), [0])
+    matcher = Matcher(compile_spec(GrammarSpec("regex", "(.|\n)*"), Vocabulary(found)), [0])
     one = Sequence(id="s", tokens=[9], prompt_len=1, max_len=9, stop_ids=frozenset([0]))
     bits = torch.zeros((1, 64), dtype=torch.int32)
     matcher.fill(one, bits, 0)

@@ -1,0 +1,143 @@
+"""Compiles grammars in the background, and remembers them.
+
+    compile ─▶ in their order, one at a time ─▶ Compiled
+                └─▶ one that takes longer than QUICK_CPU_S goes on beside the next ones, up to COMPILE_CPU_S
+
+So a grammar that is slow to compile, or is never done, does not hold up those of others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from engine.decoding.native_thread import LeftBehind, NativeCall
+from engine.decoding.structured_output import Compiled, Vocabulary, compile_spec, refusal, vocabulary
+from tandem.errors import Busy, InvalidRequest, TandemError
+from tandem.sampling import GrammarSpec
+
+COMPILE_CPU_S = 5.0
+QUICK_CPU_S = 0.25  # after which others are compiled beside it
+MAX_GRAMMAR_BYTES = 64 * 2**20
+CACHE_BYTES = 256 * 2**20
+CACHE_REFUSED = 256
+MAX_LEFT_BEHIND = 2  # threads in calls that may never end; with more, grammars are refused here
+MOST_BESIDE = MAX_LEFT_BEHIND + 1  # such threads, and those of grammars that take long, beside one that begins
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, and remembers them."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._vocabulary: Vocabulary | None = None  # loaded on first use
+        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
+        self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(1 + MOST_BESIDE, "grammar")
+        self._turn = threading.Lock()  # held to begin one
+        self._waiting: dict[GrammarSpec, list[Future[Compiled]]] = {}  # for those that are being compiled
+        self.left_behind = LeftBehind()
+
+    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
+        """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
+        done: Future[Compiled] = Future()
+        with self._lock:
+            known = self._compiled.get(spec)
+            if known is not None:
+                self._compiled.move_to_end(spec)
+                done.set_result(known)
+                return done
+        self._executor.submit(self._compile, spec, done)
+        return done
+
+    def _compile(self, spec: GrammarSpec, done: Future[Compiled]) -> None:
+        """They begin one at a time. One that takes long lets others begin, unless too many go on beside them."""
+        with self._turn:
+            if not done.set_running_or_notify_cancel() or self._answered(spec, done):
+                return
+            try:
+                call = self._begin(spec)
+            except Exception as error:  # raised to the caller
+                done.set_exception(error)
+                return
+            self._waiting[spec] = [done]
+            beside = not call.ends_within(QUICK_CPU_S) and len(self._waiting) + self.left_behind.count() <= MOST_BESIDE
+            if not beside:
+                self._end(spec, call)
+        if beside:
+            self._end(spec, call)
+
+    def _answered(self, spec: GrammarSpec, done: Future[Compiled]) -> bool:
+        """Whether it is answered from memory, or with what comes of the same grammar, which is being compiled."""
+        with self._lock:
+            if spec in self._compiled:
+                done.set_result(self._compiled[spec])
+            elif spec in self._refused:
+                done.set_exception(self._refused[spec])
+            elif spec in self._waiting:
+                self._waiting[spec].append(done)
+            else:
+                return False
+            return True
+
+    def _begin(self, spec: GrammarSpec) -> NativeCall[Compiled]:
+        if self.left_behind.count() > MAX_LEFT_BEHIND:
+            raise Busy(
+                "this worker still computes grammars that it has abandoned; `tandem drain` restarts it",
+                reason="GRAMMARS_STUCK",
+                retry_after=5.0,
+            )
+        known = self._vocabulary = self._vocabulary or vocabulary(self._folder, self._vocab_size, self._eos)
+        return NativeCall("grammar-compile", lambda: compile_spec(spec, known))
+
+    def _end(self, spec: GrammarSpec, call: NativeCall[Compiled]) -> None:
+        """Waits for what comes of it, remembers it, and answers those who wait for it."""
+        found, failed = None, None
+        try:
+            found = self._bounded(spec, call)
+        except Exception as error:  # raised to the callers
+            failed = error
+        with self._lock:
+            if found is not None:
+                self._compiled[spec] = found
+                while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
+                    self._compiled.popitem(last=False)
+            elif isinstance(failed, InvalidRequest):
+                self._refused[spec] = failed
+                while len(self._refused) > CACHE_REFUSED:
+                    self._refused.popitem(last=False)
+            waiting = self._waiting.pop(spec)
+        for done in waiting:
+            if found is not None:
+                done.set_result(found)
+            else:
+                done.set_exception(failed)
+
+    def _bounded(self, spec: GrammarSpec, call: NativeCall[Compiled]) -> Compiled:
+        if not call.ends_within(COMPILE_CPU_S):
+            self.left_behind.add(call.thread)
+            raise InvalidRequest(
+                f"{spec.field} takes too long to compile; make it smaller",
+                reason="GRAMMAR_TOO_COMPLEX",
+                field=spec.field,
+                bound=f"{COMPILE_CPU_S:g} s of CPU time",
+            )
+        call.thread.leave()
+        try:
+            found = call.result.result()
+        except (RuntimeError, ValueError) as error:  # what xgrammar raises for whatever it does not like
+            raise refusal(spec, error) from error
+        if found.memory_size_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"{spec.field} needs {found.memory_size_bytes} bytes when compiled",
+                reason="GRAMMAR_TOO_COMPLEX",
+                field=spec.field,
+                bound=f"at most {MAX_GRAMMAR_BYTES} bytes",
+            )
+        return found
