@@ -213,7 +213,7 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
         return StepFailed(message, reason="PREFILL_STEP_FAILED")
     if isinstance(error, WorkerLost) and began:
         return Unavailable(message, reason="PREFILL_LOST")
-    if error.reason in ("GRAMMARS_STUCK", "TOO_LARGE"):  # it serves others
+    if error.reason in ("GRAMMARS_STUCK", "TOO_LARGE", "NO_ADAPTER_SLOT"):  # it serves others
         return Unavailable(message, reason=f"PREFILL_{error.reason}")
     # It was dead already, restarted, drains, revoked the transfer, or has no room.
     if isinstance(error, Unavailable | PreconditionFailed | Busy):

@@ -29,6 +29,7 @@ from tests.journey.conftest import both_transports
 from tests.support import oracle
 from tests.support.harness import LocalCluster
 from tests.support.muxed import decoded
+from tests.support.waiting import until
 
 NEW = 16
 LENGTHS = [3, 17, 40, 90]
@@ -247,6 +248,30 @@ async def test_waiting_for_a_slot_is_bounded(inside: Any, given: dict[str, str],
                 assert base is None
         async with books.held("blue"):
             pass
+
+
+async def test_a_worker_whose_slots_are_in_use_serves_requests_that_need_none(
+    inside: Any, given: dict[str, str], tiny: Path
+) -> None:
+    """A request that waited in vain for a slot of a prefill worker is computed elsewhere, and one that waited on a
+    decode worker is tried again; neither keeps requests for the base from the worker."""
+    prompt = oracle.prompts(tiny, [20], seed=9)[0]
+    async with inside(adapters=given, adapter_slots=1, queue_timeout_s=0.3) as cluster:
+        client = cluster.client
+        async with cluster.workers["prefill-0"].adapters.held("red"):
+            done = await client.generate(prompt, adapter="blue", max_tokens=4)
+            assert (done.receipt.path, done.receipt.attempts) == ("local", 2)
+            base = await client.generate(prompt, max_tokens=4)
+            assert (base.receipt.path, base.receipt.attempts) == ("disaggregated", 1)
+        (scheduler,) = [model.pools.scheduler for model in cluster.router.models]
+        refusals, refused = list[bool](), scheduler.rejected
+        scheduler.rejected = lambda placement, **more: refusals.append(True) or refused(placement, **more)
+        async with cluster.workers["decode-0"].adapters.held("red"):
+            waiting = asyncio.create_task(client.generate(prompt, adapter="blue", max_tokens=4))
+            await until(lambda: refusals, 10)
+            assert scheduler._workers.decodes.workers["decode-0"].usable
+            assert (await client.generate(prompt, max_tokens=4)).receipt.attempts == 1
+        assert (await waiting).receipt.attempts == 1
 
 
 async def test_the_adapter_used_least_recently_goes(inside: Any, given: dict[str, str]) -> None:

@@ -132,7 +132,8 @@ async def test_who_said_no_or_failed_is_left_alone() -> None:
 async def test_a_worker_that_is_full_is_usable_again_when_something_of_ours_ends_there() -> None:
     """Without a beat. The end of the very request that it refused is no such thing: it would be asked again at once."""
     scheduler = RequestScheduler(seen(RECORD), 0.02, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0):
+    async with scheduler.placed(10, 20, 5.0) as held:
+        scheduler.admitted(held)
         async with scheduler.placed(10, 20, 5.0) as refused:
             scheduler.rejected(refused)
         with pytest.raises(Busy):

@@ -40,9 +40,13 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/prefill_stream.py)
-# Likewise, of a worker that serves others and not this request: it has not its adapter, compiles no grammar now, or is
-# too small.
-UNSUITED = ("OTHER_ADAPTER", "GRAMMARS_STUCK", "PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE")
+# Likewise, of a worker that serves others and not this request: it has not its adapter, or no slot for it, compiles no
+# grammar now, or is too small.
+UNSUITED = (
+    *("OTHER_ADAPTER", "GRAMMARS_STUCK"),
+    *("PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE", "PREFILL_NO_ADAPTER_SLOT"),
+)
+NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # likewise, of a decode worker; the request is placed until its deadline
 
 
 class CompletionRunner:
@@ -108,7 +112,7 @@ class CompletionRunner:
                 return
             except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
                 if isinstance(error, Busy) and error.reason not in UNSUITED:
-                    self._scheduler.rejected(placement)
+                    self._refused(error, placement, request)
                     timeline.refused()
                     return
                 self._blame(error, placement, request)
@@ -158,6 +162,12 @@ class CompletionRunner:
             reason = NOT_SENT if error.reason == NOT_SENT else lost
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
         self._scheduler.observe_path(placement, timeline.path_latency())
+
+    def _refused(self, error: Busy, placement: Placement, request: Request) -> None:
+        """The decode worker has no room for the request, or none for its adapter: then it has room for others."""
+        if error.reason == NO_ADAPTER_SLOT:
+            request.unsuited.add(placement.decode.identity)
+        self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:

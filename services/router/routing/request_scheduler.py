@@ -157,10 +157,11 @@ class RequestScheduler:
             prefill = placement.prefill.worker_id if placement.prefill else ""
             self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
 
-    def rejected(self, placement: Placement) -> None:
-        """The decode worker had no room after all: it gets no requests until its record changes, a request of this
-        router ends there, or REJECTED_S have passed. The request will be placed again, and is counted only once."""
-        self._refused(placement.decode)
+    def rejected(self, placement: Placement, *, full: bool = True) -> None:
+        """The decode worker refused the request, which will be placed again and is counted only once. `full`: it gets
+        no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
+        if full:
+            self._refused(placement.decode)
         if waiting := self._placed.get(id(placement)):
             waiting.refused = True
 
@@ -373,7 +374,6 @@ class RequestScheduler:
         self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
         del self._placed[id(placement)]
         if waiting.refused:
-            self._refused(placement.decode)  # the end of a refused request made no room there
             self._queue.give_back(waiting.tenant, waiting.tokens)
             self.arrived -= waiting.computed
 

@@ -107,6 +107,8 @@ class WorkerTable:
             local = self._of(worker)
             if local.since.pop(id(placement), None) == local.beat or admitted:
                 self._count(worker, -1, -blocks)
+            if admitted:  # otherwise its end made no room there
+                local.full_until = 0.0
 
     def rejected(self, worker: WorkerSnapshot, until: float) -> None:
         """The worker had no room after all: it gets no requests until its record changes or a request of this router
@@ -182,8 +184,6 @@ class WorkerTable:
         local = self._of(worker)
         local.running += running
         local.blocks += blocks
-        if running < 0:
-            local.full_until = 0.0
         self._changed.add(worker.worker_id)
 
 
