@@ -46,7 +46,7 @@ UNSUITED = (
     *("OTHER_ADAPTER", "GRAMMARS_STUCK"),
     *("PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE", "PREFILL_NO_ADAPTER_SLOT"),
 )
-NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # likewise, of a decode worker; the request is placed until its deadline
+NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # likewise, of a decode worker, which has room for requests that need no slot
 
 
 class CompletionRunner:
@@ -112,7 +112,7 @@ class CompletionRunner:
                 return
             except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
                 if isinstance(error, Busy) and error.reason not in UNSUITED:
-                    self._refused(error, placement, request)
+                    self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
                     timeline.refused()
                     return
                 self._blame(error, placement, request)
@@ -162,12 +162,6 @@ class CompletionRunner:
             reason = NOT_SENT if error.reason == NOT_SENT else lost
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
         self._scheduler.observe_path(placement, timeline.path_latency())
-
-    def _refused(self, error: Busy, placement: Placement, request: Request) -> None:
-        """The decode worker has no room for the request, or none for its adapter: then it has room for others."""
-        if error.reason == NO_ADAPTER_SLOT:
-            request.unsuited.add(placement.decode.identity)
-        self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:
