@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -21,11 +21,17 @@ GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers at once, or as the path says."""
-    if scope["path"] == "/body":
-        while (await receive()).get("more_body"):
-            pass
+    received, more = 0, scope["path"] == "/body"
+    while more:
+        message = await receive()
+        received, more = received + len(message.get("body", b"")), message.get("more_body")
     size = 2**20 if scope["path"] == "/much" else 2
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (16 * size))]})
+    headers = [(b"content-length", b"%d" % (16 * size)), (b"x-received", b"%d" % received)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
     for _ in range(16):
         await send({"type": "http.response.body", "body": b"x" * size, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
@@ -62,15 +68,20 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server has closed the connection."""
+    said = b""
+    async with asyncio.timeout(SOON_S):
+        with suppress(ConnectionError):
+            while more := await reader.read(2**16):
+                said += more
+    return said
+
+
 async def closed_after(reader: asyncio.StreamReader) -> float:
     """Seconds until the server has closed the connection."""
     began = monotonic()
-    async with asyncio.timeout(SOON_S):
-        try:
-            while await reader.read(2**16):
-                pass
-        except ConnectionError:
-            pass
+    await all_of(reader)
     return monotonic() - began
 
 
@@ -245,6 +256,84 @@ async def test_requests_that_come_all_at_once_are_answered_in_turn(served: Any) 
             for _ in range(50):
                 await reader.readuntil(b"x" * 32)
         assert await closed_after(reader) >= 0.1
+
+
+WAIT = GET.replace(b"/ ", b"/wait ")
+BODY = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+
+
+async def idle(server: Server) -> None:
+    """Until no request is being answered."""
+    async with asyncio.timeout(SOON_S):
+        while server._server.server_state.tasks:  # noqa: ASYNC110 (it offers no event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("waiting", [GET, GET * 20, BODY % 10 + b"123", BODY % 60_000 + b"x" * 50_000])
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_meanwhile(served: Any, waiting: bytes) -> None:
+    """Requests that wait behind the answer, in one piece with the first or after it."""
+    async with served() as (server, connect):
+        for pieces in ([WAIT + waiting], [WAIT, waiting]):
+            reader, writer = await connect()
+            for piece in pieces:
+                writer.write(piece)
+                async with asyncio.timeout(SOON_S):
+                    await reader.readuntil(b"x-received: 0\r\n\r\n") if piece is pieces[0] else await writer.drain()
+            writer.transport.abort()
+            await idle(server)
+
+
+@pytest.mark.parametrize("waiting", [GET * 5000, BODY % 200_000 + b"x" * 100_000, b"not HTTP\r\n\r\n"])
+async def test_what_waits_behind_an_answer_is_bounded(served: Any, waiting: bytes) -> None:
+    """A client that sends more than a few requests, or a long body, before it has its answer is hung up on. No other
+    answer gets into the one that it was reading."""
+    async with served() as (server, connect):
+        reader, writer = await connect()
+        writer.write(WAIT)
+        async with asyncio.timeout(SOON_S):
+            await reader.readuntil(b"x-received: 0\r\n\r\n")
+            (connection,) = server.connections._open
+        writer.write(waiting)
+        assert not await all_of(reader)
+        assert len(connection.pipeline) <= http_server.MAX_FIELDS // http_server.REQUEST_FIELDS
+        await idle(server)
+
+
+async def test_a_head_of_very_many_short_fields_is_refused(served: Any) -> None:
+    """Each takes many times its bytes in memory, also one after a body in chunks."""
+    fields = b"".join(b"x%d:\r\n" % number for number in range(http_server.MAX_FIELDS))
+    chunked = b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+    async with served() as (_, connect):
+        for head in (b"GET / HTTP/1.1\r\nhost: x\r\n", chunked):
+            reader, writer = await connect()
+            writer.write(head + fields + b"\r\n")
+            assert b" 400 " in ((await all_of(reader)).splitlines() or [b" 400 "])[0]
+        await answered(*await connect())
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"h2c, websocket"])
+async def test_a_request_that_asks_for_another_protocol_is_answered_with_its_body(served: Any, protocol: bytes) -> None:
+    """As Java's HTTP client asks. In one piece, cut at any place, and again on the same connection."""
+    asking = (BODY % 5).replace(
+        b"\r\n\r\n", b"\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: %s\r\n\r\n" % protocol
+    )
+    said = asking + b"hello"
+    async with served() as (_, connect):
+        reader, writer = await connect()
+        for place in (len(said), *range(1, len(said), 7), len(asking), len(asking) + 1, len(asking) - 1):
+            for piece in (said[:place], said[place:]):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            async with asyncio.timeout(SOON_S):
+                assert b"x-received: 5\r\n" in await reader.readuntil(b"x" * 32)
+        writer.write(said + said + GET)
+        async with asyncio.timeout(SOON_S):
+            for received in (5, 5, 0):
+                assert b"x-received: %d\r\n" % received in await reader.readuntil(b"x" * 32)
+        writer.write(b"CONNECT / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(SOON_S):
+            await reader.readuntil(b"x" * 32)
 
 
 async def test_a_client_that_asks_first_is_told_to_go_on_only_if_its_body_is_wanted(served: Any) -> None:

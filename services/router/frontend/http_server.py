@@ -23,10 +23,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import anyio.lowlevel
+import httptools
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tandem.errors import InternalError, SettingsError
 from tandem.rpc.addresses import host_port
@@ -35,7 +37,10 @@ from tandem.tasks import end, once
 
 log = structlog.get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers, and of the requests that wait behind it
+# Fields of them, and of trailers: each is some 130 bytes in memory, however short. A request counts as REQUEST_FIELDS
+# more.
+MAX_FIELDS, REQUEST_FIELDS = 512, 8
 MIN_CHUNK_BYTES = 128  # the framing of smaller chunks counts as head: a body must not be mostly framing
 HEADERS_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that no connection closes during a new request
@@ -88,12 +93,16 @@ class Connections:
 
 class _Protocol(HttpToolsProtocol):
     """Closes connections with oversized headers or expired time limits. uvicorn bounds only the time between two
-    requests, and httptools bounds neither the size of headers and trailers nor their time."""
+    requests, and httptools bounds neither the size of headers and trailers nor their time.
+
+    A request may come before the answer to the one before it (pipelining) and waits. Reading goes on meanwhile, or a
+    client that leaves would not be noticed; so what waits is bounded, and a client that sends more is hung up on."""
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = connections
-        self._head_bytes = 0  # of this request, trailers included
+        self._head_bytes = self._fields = 0  # of this request, trailers included, and of those that wait
+        self._answering: RequestResponseCycle | None = None
         self._chunk_bytes = 0  # of the body's chunk that has begun
         self._waits = False  # for the first byte of a request
         self._request_complete = True  # no part of a request is missing
@@ -114,30 +123,78 @@ class _Protocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:  # uvicorn tells the last one only
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         if self._waits:
             self._waits = False
             self._within(HEADERS_TIMEOUT_S, self.hang_up)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as asked:
+            if self._should_upgrade():
+                self._read_again(data[asked.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("The request is not HTTP, or has too many headers.")
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The headers of the request are too large.")
+
+    def _should_upgrade(self) -> bool:
+        """A request that asks for another protocol is none for uvicorn. CONNECT, which httptools takes for one, is."""
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def _read_again(self, rest: bytes) -> None:
+        """Ignores that the request asks for another protocol, as RFC 9110 (7.8) permits. Java's HTTP client asks for
+        HTTP/2 in each first request. httptools takes what follows such a head for the other protocol, the request's
+        body included, so the head is read again without the field that asks."""
+        self._head_bytes -= len(rest)
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([line, *fields, b"", rest]))
+
+    def send_400_response(self, msg: str) -> None:
+        now = self._answering
+        if now is not None and now.response_started and not now.response_complete:
+            self.hang_up()  # it would come in the middle of an answer
+        else:
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._request_complete = False
+        self._count_fields(REQUEST_FIELDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_fields(1)
+
+    def _count_fields(self, count: int) -> None:
+        self._fields += count
+        if self._fields > MAX_FIELDS:
+            raise ValueError("too many fields")  # ends the parser
 
     def on_headers_complete(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._all.busy(self)
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._head_bytes -= len(body)
         self._chunk_bytes += len(body)
+        if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.hang_up()
 
     def on_chunk_complete(self) -> None:
         """httptools calls it if there is one."""
@@ -147,7 +204,11 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._head_bytes, self._chunk_bytes, self._request_complete = 0, 0, True
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return  # it is read again
+        self._chunk_bytes, self._request_complete = 0, True
+        if not self.pipeline:
+            self._head_bytes = self._fields = 0
         if self.cycle.response_complete:  # the rest of a discarded body has arrived
             self._idle()
 
