@@ -62,7 +62,8 @@ async def test_each_key_may_what_the_file_says(inside: Any, file: Path) -> None:
             assert (await raw.get("/health")).status_code == 200
             for key, status in ((USER, 403), (SCRAPER, 200), (ADMIN, 200)):
                 bearer = {"authorization": f"Bearer {key}"}
-                assert (await raw.get("/metrics", headers=bearer)).status_code == status
+                for path in ("/metrics", "/metrics%0A"):  # a line end after it leads to the same endpoint
+                    assert (await raw.get(path, headers=bearer)).status_code == status
                 assert (await raw.get("/v1/models", headers=bearer)).status_code == 200
             assert (await raw.get("/metrics")).status_code == 401
             assert (await raw.get("/v1/models", headers={"authorization": f"Basic {USER}"})).status_code == 401

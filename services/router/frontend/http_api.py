@@ -85,7 +85,7 @@ class Api:
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/version", self.version),
-                Route("/metrics", self.metrics),
+                Route("/metrics", partial(self.metrics, keys)),
             ],
             exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
         )
@@ -121,8 +121,10 @@ class Api:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("tandem-serving")})
 
-    async def metrics(self, request: Request) -> Response:
-        """Of this router, for Prometheus."""
+    async def metrics(self, keys: ApiKeys | None, request: Request) -> Response:
+        """Of this router, for Prometheus. Raises PermissionDenied for a key without the right to them."""
+        if keys is not None:
+            keys.check(request.headers.get("authorization"), metrics=True)
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
@@ -158,7 +160,8 @@ class Api:
 
 
 class KeyMiddleware:
-    """Checks the key of every request before its body is read."""
+    """Checks the key of every request before its body is read. What takes more than a key, its endpoint checks: paths
+    that differ may lead to the same one (Starlette takes `/metrics%0A` for `/metrics`)."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -168,7 +171,7 @@ class KeyMiddleware:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
                 authorization = _authorization(scope)
-                self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
+                self._keys.check(authorization.decode("latin-1"))
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
                 _log_refusal(scope["path"], error)
