@@ -217,6 +217,7 @@ async def test_max_tokens_0_fills_the_cache_and_shows_nothing() -> None:
         ('{"of" "Eiger"}', {"INVALID_JSON": '{"of" "Eiger"}'}),
         ("[1]", {"INVALID_JSON": "[1]"}),
         ('{"x": NaN}', {"INVALID_JSON": '{"x": NaN}'}),
+        ('{"x": [-1e999]}', {"INVALID_JSON": '{"x": [-1e999]}'}),
         ('{"x": "\\ud800"}', {"INVALID_JSON": '{"x": "\\ud800"}'}),
     ],
 )

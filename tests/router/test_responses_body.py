@@ -280,7 +280,7 @@ def test_tool_choice_says_what_is_offered_and_what_is_forced() -> None:
 def test_the_input_of_a_custom_call_is_what_the_model_wrote_for_it() -> None:
     """Unpacked from its argument; anything else is passed on for the client to judge."""
     assert custom_input('{"input": "*** Begin\\n"}') == "*** Begin\n"
-    for other in ("*** Begin", '{"input": 3}', '{"patch": "x"}', '{"input": "cut'):
+    for other in ("*** Begin", '{"input": 3}', '{"patch": "x"}', '{"input": "cut', '{"input": "\\ud83d"}'):
         assert custom_input(other) == other
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -207,6 +208,7 @@ def _input(text: str) -> dict[str, Any]:
     is no JSON object is kept under INVALID_JSON."""
     try:
         value = from_json(text, allow_inf_nan=False, allow_partial=True)
+        json.dumps(value, allow_nan=False)  # a number beyond a double has become an infinity, which JSON has not
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: text}

@@ -152,9 +152,11 @@ def custom_input(arguments: str) -> str:
     """The input of a custom tool's call; arguments that are something else are passed on as they are."""
     try:
         value = json.loads(arguments)
+        text = value.get("input") if isinstance(value, dict) else None
+        if isinstance(text, str):
+            text.encode()  # an escape may be a lone surrogate, which is not text
     except (ValueError, RecursionError):
         return arguments
-    text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
 
 
