@@ -146,13 +146,12 @@ def _parts(parts: Iterable[generation_pb2.Part]) -> tuple[str, tuple[ToolCall, .
 
 def _whole(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
     """The pieces of calls, those of one call joined."""
-    calls: list[ToolCall] = []
+    calls: list[tuple[ToolCall, list[str]]] = []
     for piece in pieces:
         if piece.name or not calls:
-            calls.append(piece)
-        else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
-    return tuple(calls)
+            calls.append((piece, []))
+        calls[-1][1].append(piece.arguments)
+    return tuple(replace(call, arguments="".join(arguments)) for call, arguments in calls)
 
 
 def _prompt_logprobs(message: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:

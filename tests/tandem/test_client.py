@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from tandem.errors import (
     TooLarge,
     WorkerLost,
 )
-from tandem.results import TokenLogprob
+from tandem.results import Piece, TokenLogprob, ToolCall, receipt
 from tandem.rpc.request_builder import build_request
+from tandem.rpc.stream_reader import completion
 from tandem.v1 import common_pb2, generation_pb2
 
 
@@ -351,6 +353,20 @@ async def test_a_fault_in_one_of_several_answers_is_an_error(client: Any, fake: 
     fake.script = script
     with pytest.raises(InternalError):
         await client.generate("Hi", n=2)
+
+
+def test_a_call_of_very_many_pieces_is_joined_once() -> None:
+    """As one that writes a file: to copy what had come at each of 100,000 tokens took seconds of an event loop."""
+    beginnings = [ToolCall("1", "f", '{"x": "'), ToolCall("2", "g", "")]
+    pieces = [
+        [Piece("", [1], calls=(one,)) for one in (call, *[ToolCall("", "", "ab" * 8)] * 50_000)] for call in beginnings
+    ]
+    end = Piece("", [], "stop", receipt(generation_pb2.Receipt()))
+    began = thread_time()
+    whole = completion([*pieces[0], *pieces[1], end])
+    assert thread_time() - began < 1.0
+    assert [(call.id, call.name) for call in whole.calls] == [("1", "f"), ("2", "g")]
+    assert [call.arguments for call in whole.calls] == ['{"x": "' + "ab" * 400_000, "ab" * 400_000]
 
 
 async def test_a_stream_without_an_end_is_an_error(client: Any, fake: Any, events: Any) -> None:
