@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from services.router.frontend.http_body import BURST_S, Bodies, BoundedAnswer
+from services.router.frontend.http_body import BURST_S, Bodies, BoundedAnswer, BoundedStream
 from services.router.tenancy import tenant_rate
 from tandem.errors import Busy
 
@@ -91,3 +92,57 @@ async def test_an_answer_that_its_client_does_not_read_counts_as_a_body_of_the_t
     await unread
     assert bodies.total() == 0
     await answer("greedy")
+
+
+class Download:
+    """Of a file of ten pages of 100 bytes, whose client reads when it is told to."""
+
+    def __init__(self, bodies: Bodies, tenant: str) -> None:
+        self.sent: list[Any] = []
+        self.began, self.reads = asyncio.Event(), asyncio.Event()
+        self._answer = BoundedStream(self._pages(), 100, {"content-length": "1000"}, bodies, tenant)
+
+    async def _pages(self) -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 100
+
+    async def run(self) -> None:
+        async with asyncio.timeout(5):
+            await self._answer({"type": "http"}, self._receive, self._send)
+
+    async def _receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.began.set()
+        await self.reads.wait()
+
+
+async def test_the_files_that_a_tenant_reads_keep_to_its_rate(clock: list[float]) -> None:
+    """As the bodies that it sends: one that read its file again and again took two thirds of the event loop."""
+    bodies = Bodies(10**6, RATE)
+    for _ in range(10):
+        download = Download(bodies, "greedy")
+        download.reads.set()
+        await download.run()
+        assert b"".join(message.get("body", b"") for message in download.sent) == b"x" * 1000
+    assert clock[0] - 100.0 == pytest.approx(10_000 / RATE - BURST_S, abs=4 * BURST_S)
+
+
+async def test_as_many_files_as_are_read_at_a_time_hold_no_more_than_bodies() -> None:
+    """One page each, until it has been read; the next one is refused before anything of it is sent."""
+    bodies = Bodies(250, 10**9)
+    unread = [Download(bodies, "greedy") for _ in range(2)]
+    running = [asyncio.create_task(download.run()) for download in unread]
+    for download in unread:
+        await asyncio.wait_for(download.began.wait(), 5)
+    third, other = Download(bodies, "greedy"), Download(bodies, "other")
+    with pytest.raises(Busy, match="200 bytes"):
+        await third.run()
+    assert not third.sent
+    for download in (*unread, other):
+        download.reads.set()
+    await other.run()
+    await asyncio.gather(*running)
+    assert bodies.total() == 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.router.preprocess.offload import Offload
@@ -88,6 +88,31 @@ class BoundedAnswer(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
             await send({"type": "http.response.body", "body": b""})  # waits until the body has been written
+
+
+class BoundedStream(StreamingResponse):
+    """A stored file, page by page. One page counts as a body of the tenant until the client has read the last, and all
+    of them for its rate. Raises Busy."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(
+        self, pages: AsyncIterator[bytes], page_bytes: int, headers: dict[str, str], bodies: Bodies, tenant: str
+    ) -> None:
+        super().__init__(self._paced(pages), headers=headers)
+        self._page_bytes = page_bytes
+        self._bodies = bodies
+        self._tenant = tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.of(self._tenant) as more:
+            more(self._page_bytes)
+            await super().__call__(scope, receive, send)
+
+    async def _paced(self, pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for page in pages:
+            await self._bodies.keep_rate(self._tenant, len(page))
+            yield page
 
 
 class BodyReader:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.state.batch_store import BatchStore, FileRecord
+from cluster.state.batch_store import PIECE_BYTES, BatchStore, FileRecord
 from services.router.frontend.batches.multipart import MAX_FRAMING_BYTES, boundary_of, fields_of
-from services.router.frontend.http_body import BodyReader, BoundedAnswer
+from services.router.frontend.http_body import BodyReader, BoundedAnswer, BoundedStream
 from services.router.frontend.json_body import to_json
 from services.router.preprocess.json_limits import wrong
 from services.router.tenancy.rate_limits import RateLimits
@@ -84,11 +84,12 @@ class FilesApi:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
-        """Raises NotFound."""
+        """Raises NotFound, Busy for too many at a time."""
         tenant = self._tenant(request)
         record = await self._store.file(tenant, request.path_params["file_id"])
         headers = {"content-length": str(record.size), "content-disposition": "attachment"}
-        return StreamingResponse(self._store.content(tenant, record), 200, headers, "application/octet-stream")
+        pages = self._store.content(tenant, record)
+        return BoundedStream(pages, PIECE_BYTES, headers, self._bodies.bodies, tenant)
 
     def _tenant(self, request: Request) -> str:
         return self._rate_limits.who(request.headers.get("authorization")).name
