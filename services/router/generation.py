@@ -75,11 +75,12 @@ class Generation:
             account.admitted(request)
             self._poison.check(request)
             resume = ResumeState(past or ())
+            account.goes_on = bool(resume.deltas)
             request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
             left = request.choices - len(resume.ended)
             # The tokens of a job are charged by services/router/frontend/jobs_service.py.
             charged = (
-                self._rate_limits.admitted(tenant, request.prompt_len, request.choices)
+                self._rate_limits.admitted(tenant, request.prompt_len, request.choices, lambda: timeline.attempts > 0)
                 if past is None
                 else nullcontext()
             )
@@ -89,9 +90,8 @@ class Generation:
                     async with self._executor.completing(request, timeline, deadline, resume) as output:
                         while left:
                             event = await output.take()
-                            if event.HasField("finished"):
-                                left -= 1
-                                account.finished(event.finished.receipt)
+                            left -= event.HasField("finished")
+                            account.tokens += len(event.delta.token_ids)
                             account.complete = left == 0
                             yield event
 

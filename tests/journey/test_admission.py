@@ -16,6 +16,7 @@ from engine.core.scheduler import Scheduler
 from services.decode.servicer import DecodeServicer
 from services.router.execution import poison_requests
 from services.router.routing import request_scheduler
+from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
 from tandem.async_client import AsyncClient
 from tandem.errors import Busy, InternalError, InvalidRequest, StepFailed, Unavailable
@@ -241,6 +242,37 @@ async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Pa
                 await small.generate("four " * 60, max_tokens=1)
             assert spent.value.reason == "TENANT_TOKENS"
             await large.generate("four " * 60, max_tokens=1)
+
+
+async def test_what_no_worker_has_begun_costs_its_tenant_nothing(
+    inside: Any, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is refused for want of room and sent again takes its prompt from the tenant's minute once, and is
+    in its metric once."""
+    file = tmp_path / "keys"
+    file.write_text(f"small {SMALL} tokens_per_minute=100\n")
+    prompt = oracle.prompts(tiny, [64])[0]
+    async with inside(api_keys=file) as cluster:
+        scheduler, placed = cluster.router.models.first.pools.scheduler, RequestScheduler.placed
+        refusals = iter(range(5))
+
+        def full(*given: Any, **more: Any) -> Any:
+            if next(refusals, None) is not None:
+                raise Busy("no room")
+            return placed(scheduler, *given, **more)
+
+        monkeypatch.setattr(scheduler, "placed", full)
+        async with AsyncClient(cluster.router.address, api_key=SMALL) as small:
+            for _ in range(5):
+                with pytest.raises(Busy, match="no room"):
+                    await small.generate(prompt, max_tokens=4, ignore_eos=True)
+            assert len((await small.generate(prompt, max_tokens=4, ignore_eos=True)).token_ids) == 4
+            with pytest.raises(Busy) as spent:
+                await small.generate(prompt, max_tokens=4)
+            assert spent.value.reason == "TENANT_TOKENS"
+        shown = cluster.router._exposition.text().decode().splitlines()
+        counted = {line for line in shown if line.startswith("tandem_tenant_tokens_total{")}
+        assert sorted(line.rpartition(" ")[2] for line in counted) == ["4.0", "64.0"]
 
 
 async def test_tenants_do_not_share_cached_prefixes(inside: Any, tmp_path: Path, tiny: Path) -> None:

@@ -662,9 +662,10 @@ async def test_jobs_keep_to_their_tenants_tokens(inside: Any, tiny: Path, tmp_pa
 async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
     inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped in the middle and goes on later, token for token."""
+    """It is stopped in the middle and goes on later, token for token; its tenant's tokens are counted once."""
     monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
     monkeypatch.setattr(job_runner, "MAX_RETRY_S", 0.05)
+    monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 1)  # a job that is behind would take all tokens at once
     file, key = tmp_path / "keys", "anna-key-0123456789"
     file.write_text(f"anna {key} tokens_per_minute=400\n")
     prompt = oracle.prompts(tiny, [30])[0]
@@ -674,9 +675,14 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
         bucket = cluster.router.rate_limits._tenants
         async with asyncio.timeout(30):
             while not whole.done():
-                if "anna" in bucket:
+                if cluster.router.ended.outcomes["cancelled"]:  # it was stopped
                     bucket["anna"].tokens = max(bucket["anna"].tokens, 260.0)
                 await asyncio.sleep(0.02)
+            await until(lambda: cluster.router.ended.outcomes["ok"])
+            shown = cluster.router._exposition.text().decode().splitlines()
+            for kind, tokens in (("prompt", 30), ("completion", 200)):
+                counted = [line for line in shown if line.startswith("tandem_tenant_tokens_total{") and kind in line]
+                assert [line.rpartition(" ")[2] for line in counted] == [f"{tokens}.0"]
             file.write_text(f"anna {key}\n")
             await until(lambda: not cluster.router.rate_limits.named("anna").limits.tokens_per_minute)
             again = await anna.generate(prompt, max_tokens=200, ignore_eos=True, temperature=1.0, seed=3)

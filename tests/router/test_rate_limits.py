@@ -68,6 +68,21 @@ def test_so_many_tokens_in_a_minute(clock: list[float]) -> None:
         pass
 
 
+def test_a_prompt_that_no_worker_has_begun_is_given_back(clock: list[float]) -> None:
+    """A full cluster refuses it and the client sends it again, ten times: its tenant has all of its tokens."""
+    here, key = RateLimits(None), ApiKey("a", limits=Limits(tokens_per_minute=600))
+    for began in (False, True):
+        for _ in range(10 if not began else 1):
+            with pytest.raises(ZeroDivisionError), here.admitted(key, 500, 1, lambda: began):  # noqa: B023
+                raise ZeroDivisionError
+    with pytest.raises(Busy), here.admitted(key, 500, 1):
+        pass
+    with here.admitted(key, 100, 1, lambda: False):
+        pass
+    with here.admitted(key, 100, 1):
+        pass
+
+
 def test_what_is_not_used_is_kept_for_a_minute_at_most(clock: list[float]) -> None:
     """A bucket holds the tokens of one minute, however long its tenant was away; a smaller limit holds at once."""
     here, key = RateLimits(None), ApiKey("a", limits=Limits(tokens_per_minute=600))

@@ -21,7 +21,6 @@ from services.router.execution.request_timeline import RequestTimeline
 from services.router.preprocess.request import Request
 from tandem.telemetry.metrics import TTFT_BUCKETS, RouterMetrics
 from tandem.telemetry.tracing import Span
-from tandem.v1 import generation_pb2
 
 log = structlog.get_logger(__name__)
 MAX_FAILURES = 200  # failed and refused requests, for the dashboard
@@ -58,25 +57,20 @@ class RequestAccount:
         self.tenant = ""
         self.adapter = ""
         self.prompt_tokens = 0
+        self.tokens = 0  # that its client received, of all answers
+        self.goes_on = False  # a job's attempt after others that gave tokens
         self.complete = False  # every answer was delivered
         self._timeline = timeline
-        self._completion_tokens = 0
-        self._finished = 0
 
     def admitted(self, request: Request) -> None:
         """The request is valid."""
         self.request_id, self.adapter = request.request_id, request.adapter
         self.prompt_tokens = request.prompt_len
 
-    def finished(self, receipt: generation_pb2.Receipt) -> None:
-        """One of its answers is complete."""
-        self._finished += 1
-        self._completion_tokens += receipt.completion_tokens
-
     @property
-    def tokens(self) -> int:
-        """Completion tokens; of a request that broke off before its first answer was complete, that answer's so far."""
-        return self._completion_tokens if self._finished else self._timeline.tokens_sent
+    def new_prompt_tokens(self) -> int:
+        """Those of its prompt if it reached a worker, and no earlier attempt of its job counted them."""
+        return self.prompt_tokens if self._timeline.attempts and not self.goes_on else 0
 
     @property
     def ttft(self) -> float | None:
@@ -107,7 +101,7 @@ class RequestAccounts:
 
     def _close(self, account: RequestAccount, outcome: str, reason: str, seconds: float, trace_id: str) -> None:
         ended, tokens, ttft = self._ended, account.tokens, account.ttft
-        self._metrics.ended(account.tenant, outcome, account.prompt_tokens, tokens)
+        self._metrics.ended(account.tenant, outcome, account.new_prompt_tokens, tokens)
         ended.outcomes[outcome] += 1
         ended.tokens += tokens
         if ttft is not None:

@@ -6,7 +6,7 @@ tokens as they are sent; the bucket may become negative, and the tenant's next r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -50,20 +50,25 @@ class RateLimits:
         return self._keys.named(name) if self._keys and name else ApiKey(name)
 
     @contextmanager
-    def admitted(self, key: ApiKey, prompt_tokens: int, requests: int) -> Iterator[None]:
-        """Counts `requests` as in progress inside the block. Raises Busy when the tenant is at its limit, TooLarge when
+    def admitted(
+        self, key: ApiKey, prompt_tokens: int, requests: int, began: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
+        """Counts `requests` as in progress inside the block. If no worker `began` with them, the prompt is given back:
+        refused for want of room, they will be sent again. Raises Busy when the tenant is at its limit, TooLarge when
         the limit never permits them."""
         if key == ANONYMOUS:
             yield
             return
         tenant = self._tenants.setdefault(key.name, _Tenant())
         _check_requests(key, tenant, requests)
-        _take(key, tenant, prompt_tokens)
+        taken = _take(key, tenant, prompt_tokens)
         tenant.running += requests
         try:
             yield
         finally:
             tenant.running -= requests
+            if not began():
+                tenant.tokens += taken
 
     def check_together(self, key: ApiKey, requests: int) -> None:
         """Raises TooLarge if `requests` are more than the tenant may ever have in progress."""
@@ -167,11 +172,12 @@ def _check_prompt(key: ApiKey, tokens: int) -> None:
         )
 
 
-def _take(key: ApiKey, tenant: _Tenant, tokens: int) -> None:
+def _take(key: ApiKey, tenant: _Tenant, tokens: int) -> int:
+    """Returns how many were taken."""
     _check_prompt(key, tokens)
     most = key.limits.tokens_per_minute
     if most is None:
-        return
+        return 0
     tenant.fill(most)
     if tenant.tokens < tokens:
         raise Busy(
@@ -180,3 +186,4 @@ def _take(key: ApiKey, tenant: _Tenant, tokens: int) -> None:
             retry_after=(tokens - tenant.tokens) / most * MINUTE_S,
         )
     tenant.tokens -= tokens
+    return tokens
