@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from time import thread_time
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,3 +148,13 @@ def test_text_is_never_taken_for_structure(text: str, piece: int) -> None:
     finally:
         json_limits.PIECE_BYTES = before
         json_limits.MAX_STRUCTURE, json_limits.MAX_DEPTH = bounds
+
+
+@given(st.text(st.sampled_from("a \x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\n\r\té😀")))
+def test_what_is_sent_is_one_line_for_every_reader(text: str) -> None:
+    """Also for one that ends lines where Python's str.splitlines does, as httpx's iter_lines and programs that read
+    the files of batches."""
+    (event, blank) = httpx2.Response(200, content=json_body.to_sse({text: text})).iter_lines()
+    assert (json.loads(event.removeprefix("data: ")), blank) == ({text: text}, "")
+    (line,) = json_body.to_json([text]).decode().splitlines()
+    assert json.loads(line) == [text]

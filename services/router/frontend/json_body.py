@@ -70,7 +70,20 @@ def _constant(name: str) -> None:
     raise wrong("body", f"a number {name}", "JSON, which has no such number")
 
 
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# Characters that JSON permits in strings and Python's str.splitlines takes for line ends. Clients read streams and the
+# files of batches with it, httpx's iter_lines for one, and would find half an object in each line.
+_LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
+def encode(value: object) -> str:
+    """JSON, in one line whoever looks for its end."""
+    text = _encode(value)
+    if not text.isascii():
+        for character, escape in _LINE_ENDS.items():
+            if character in text:
+                text = text.replace(character, escape)
+    return text
 
 
 def to_json(value: object) -> bytes:
