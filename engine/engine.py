@@ -112,11 +112,13 @@ class Engine:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
         wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
-        blocks, hashes = self.pool.blocks_for(wanted), sequence.reusable(self.pool.block_size)
-        blocks += self.state_blocks if arrives else 0
-        if self.states and not arrives:
-            hashes = self.states.resume(sequence) or []
-        reused = self.pool.take(sequence.id, hashes, blocks) if self.scheduler.may_reserve(blocks) else None
+        blocks = self.pool.blocks_for(wanted) + (self.state_blocks if arrives else 0)
+        hashes: list[bytes] | None = sequence.reusable(self.pool.block_size)
+        if not self.scheduler.may_reserve(blocks):
+            hashes = None
+        elif self.states and not arrives:
+            hashes = self.states.resume(sequence, blocks)
+        reused = None if hashes is None else self.pool.take(sequence.id, hashes, blocks)
         if reused is None:
             self.drop(sequence.id)
             raise Busy(f"needs {blocks} blocks, {self.scheduler.reservable} are available", reason="NO_ROOM")

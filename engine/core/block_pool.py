@@ -75,6 +75,10 @@ class BlockPool:
                 return count
         return len(hashes)
 
+    def fits(self, hashes: Sequence[bytes], count: int) -> bool:
+        """Whether `take` would give a table of `count` blocks now."""
+        return self._reused(hashes, count) is not None
+
     # ---- changes; each is atomic
 
     def take(self, owner: str, hashes: Sequence[bytes], count: int) -> int | None:
@@ -84,14 +88,12 @@ class BlockPool:
         """
         if owner in self._tables:
             raise ValueError(f"{owner} already owns blocks")
-        reused = [self._block_of[digest] for digest in hashes[: min(self.match(hashes), count)]]
-        fresh = count - len(reused)
-        idle = sum(1 for block in reused if self._holders[block] == 0)  # leave the cache without being evicted
-        if fresh > self.available - idle:
+        reused = self._reused(hashes, count)
+        if reused is None:
             return None
         for block in reused:
             self._hold(block)
-        self._tables[owner] = reused + [self._fresh() for _ in range(fresh)]
+        self._tables[owner] = reused + [self._fresh() for _ in range(count - len(reused))]
         return len(reused)
 
     def grow(self, owner: str, count: int) -> bool:
@@ -206,6 +208,12 @@ class BlockPool:
                 f"{owner} holds blocks but no longer exists" for owner in sorted(self._tables.keys() - set(live))
             ]
         return faults
+
+    def _reused(self, hashes: Sequence[bytes], count: int) -> list[int] | None:
+        """The leading blocks of a table of `count` that are here already; None if the others cannot be had."""
+        reused = [self._block_of[digest] for digest in hashes[: min(self.match(hashes), count)]]
+        idle = sum(1 for block in reused if self._holders[block] == 0)  # leave the cache without being evicted
+        return reused if count - len(reused) <= self.available - idle else None
 
     def _fresh(self) -> int:
         block = heapq.heappop(self._free) if self._free else self._evict()

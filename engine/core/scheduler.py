@@ -34,9 +34,9 @@ class States(Protocol):
     slots: StateSlots
     blocks: int  # that hold a copy of one state
 
-    def resume(self, sequence: Sequence) -> list[bytes] | None:
+    def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
         """Gives it a slot with the deepest state that is known of its beginning, and returns the hashes of the blocks
-        up to there; None without a free slot."""
+        up to there, with which a table of so many blocks can be taken; None without a free slot or such a table."""
 
     def cut(self, sequence: Sequence, count: int) -> int:
         """How many of its next `count` tokens to compute, so that a state can be kept after them."""
@@ -182,13 +182,11 @@ class Scheduler:
         reusable, blocks = sequence.reusable(self.pool.block_size), self.pool.blocks_for(len(sequence.tokens))
         if self.states:
             blocks += self.states.blocks if sequence.handoff else 0
-            if (resumable := self.states.resume(sequence)) is None:
+            if (resumable := self.states.resume(sequence, blocks)) is None:
                 return False
             reusable = resumable
         reused = self.pool.take(sequence.id, reusable, blocks)
         if reused is None:
-            if self.states:
-                self.states.slots.drop(sequence.id)
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)

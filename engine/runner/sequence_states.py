@@ -75,14 +75,15 @@ class SequenceStates:
         self._pages.load_state(self.slots.slot(owner), table[-self.blocks :])
         device_done(self._pages.buffer.device)
 
-    def resume(self, sequence: Sequence) -> list[bytes] | None:
+    def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
         """Gives it a slot with the deepest snapshot within its cached blocks, and returns the hashes of the blocks up
-        to there; none without one. None: no slot is free."""
-        if not self.slots.take(sequence.id):
-            return None
+        to there; none without one. None: no slot is free, or the pool has no table of so many blocks. Then nothing was
+        copied: a sequence that waits asks again in every step."""
         hashes = sequence.reusable(self._pool.block_size)
         found = self._pool.match(hashes)
         count = next((count for count in range(found, 0, -1) if hashes[count - 1] in self._snapshots), 0)
+        if not self._pool.fits(hashes[:count], blocks) or not self.slots.take(sequence.id):
+            return None
         if sequence.preemptions == 0:
             sequence.unresumed = (found - count) * self._pool.block_size
         if count:

@@ -16,6 +16,7 @@ from engine import builder, kernels
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.engine import Engine
+from engine.kv.kv_cache import KvCache
 from engine.kv.state_memory import StateMemory
 from engine.loading import self_check
 from engine.loading.model_loader import load_model
@@ -23,7 +24,7 @@ from engine.runner import mixers, recurrences
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
-from tandem.errors import CheckpointRefused, SettingsError, TooLarge
+from tandem.errors import Busy, CheckpointRefused, SettingsError, TooLarge
 from tandem.settings import Settings
 from tests.support import oracle
 from tests.support.engine_runs import asked_of, right, run
@@ -245,8 +246,8 @@ def test_control_kv_that_is_reused_beyond_the_snapshot_gives_wrong_logits(
     folder = checkpoint("tiny-qwen3-next")
     resume = SequenceStates.resume
 
-    def deeper(self: SequenceStates, sequence: Sequence) -> list[bytes] | None:
-        found = resume(self, sequence)
+    def deeper(self: SequenceStates, sequence: Sequence, blocks: int) -> list[bytes] | None:
+        found = resume(self, sequence, blocks)
         return sequence.reusable(SIZE)[: self._pool.match(sequence.reusable(SIZE))] if found else found
 
     monkeypatch.setattr(SequenceStates, "resume", deeper)
@@ -294,6 +295,38 @@ def test_a_snapshot_that_is_used_is_not_evicted_before_others(
 
     monkeypatch.setattr(SequenceStates, "_begin_with", only_read)
     assert served_between(engine_of(model, blocks=36), folder, 12) < 28
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_one_that_waits_for_blocks_copies_its_snapshot_when_it_gets_them(
+    reserves: bool, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and not in each step or attempt in which the pool has no room for it; its tokens are right."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model)
+    (prompt,) = oracle.prompts(folder, [150])
+    run(engine, [Sequence(id="before", tokens=prompt[:29], prompt_len=29, max_len=30)])
+    engine.pool.take("another", [], engine.pool.free)
+    copies: list[int] = []
+    load_state = KvCache.load_state
+    monkeypatch.setattr(KvCache, "load_state", lambda self, *to: copies.append(1) or load_state(self, *to))
+    one = Sequence(id="one", tokens=list(prompt), prompt_len=150, max_len=150 + NEW)
+    if not reserves:
+        engine.add(one)
+    for _ in range(5):
+        if reserves:
+            with pytest.raises(Busy):
+                engine.reserve(one, ahead=NEW, arrives=False)
+        engine.step()
+    assert copies == []
+    engine.pool.drop("another")
+    if reserves:
+        engine.reserve(one, ahead=NEW, arrives=False)
+        engine.join(one, None)
+    run(engine, [])
+    assert copies == [1]
+    assert one.cached == 28
+    assert right(folder, one)
 
 
 def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:

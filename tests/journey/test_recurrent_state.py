@@ -316,7 +316,7 @@ async def test_a_role_switch_keeps_the_snapshots_and_no_state(inside: Any, folde
         cluster.workers["decode-1"] = again
         try:
             sequence = Sequence(id="s", tokens=list(prompt), prompt_len=50, max_len=60)
-            assert len(await engine.call(lambda: engine.engine.states.resume(sequence))) == 6
+            assert len(await engine.call(lambda: engine.engine.states.resume(sequence, 13))) == 6
             await engine.call(lambda: engine.engine.states.slots.drop("s"))
         finally:
             await again.stop(0.0)
