@@ -57,23 +57,31 @@ def check_folder(folder: Path) -> list[Path]:
     config = folder / "config.json"
     if not config.is_file():
         raise CheckpointRefused(f"{folder} has no config.json; pass the folder of a transformers checkpoint")
-    if "model_type" not in read_json(config):
+    told = read_json(config)
+    if "model_type" not in told:
         raise CheckpointRefused(f"{config} names no model_type; it is not the config of a transformers model")
-    index = folder / INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointRefused(f"{index} has no weight_map; download the checkpoint again")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointRefused(f"{folder} lacks {', '.join(missing)}, which its index names; finish the download")
-    elif (folder / SINGLE).is_file():
-        files = [folder / SINGLE]
-    else:
-        raise CheckpointRefused(f"{folder} has no {SINGLE} and no {INDEX}; only safetensors weights are read")
+    files = _weight_files(folder, told.get("transformers_weights"))
     for file in files:
         check_safetensors(file)
+    return files
+
+
+def _weight_files(folder: Path, named: Any) -> list[Path]:
+    """Those that transformers reads: what the config names, else a single file, else those of an index, whatever else
+    is in the folder."""
+    entry = folder / str(named or (SINGLE if (folder / SINGLE).is_file() else INDEX))
+    if not entry.is_file():
+        what = f"{entry.name}, which its config names" if named else f"{SINGLE} and no {INDEX}"
+        raise CheckpointRefused(f"{folder} has no {what}; only safetensors weights are read")
+    if entry.suffix != ".json":
+        return [entry]
+    weight_map = read_json(entry).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointRefused(f"{entry} has no weight_map; download the checkpoint again")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointRefused(f"{folder} lacks {', '.join(missing)}, which its index names; finish the download")
     return files
 
 

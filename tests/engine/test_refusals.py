@@ -280,6 +280,39 @@ def test_fingerprint_follows_weights_and_config(llama: Path, checkpoint: Checkpo
     assert fingerprint(llama, files) != original
 
 
+@pytest.mark.parametrize("served", ["model.safetensors", "named.safetensors", "named.safetensors.index.json"])
+def test_the_fingerprint_is_of_the_files_that_are_served(served: str, llama: Path) -> None:
+    """Whatever other weights are in the folder: the shards of an index beside a single file, and both beside the file
+    that the config names. Workers with other weights never take each other's KV."""
+    own, shard = llama / "model.safetensors", llama / "model-00001-of-00001.safetensors"
+    tensors = load_file(own)
+    shutil.copy(own, shard)
+    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)})
+    (llama / "model.safetensors.index.json").write_text(index)
+    if served != own.name:
+        config = json.loads((llama / "config.json").read_text())
+        (llama / "config.json").write_text(json.dumps({**config, "transformers_weights": served}))
+        shutil.copy(own, llama / "named.safetensors")
+        (llama / "named.safetensors.index.json").write_text(index.replace(shard.name, "named.safetensors"))
+    prints, weights = set(), set()
+    for scale in (1.0, 2.0):
+        tensors["model.norm.weight"].fill_(scale)
+        save_file(tensors, llama / served.removesuffix(".index.json"), metadata={"format": "pt"})
+        model = load(llama)
+        prints.add(model.fingerprint)
+        weights.add(float(model.module.model.norm.weight[0]))
+    assert weights == {1.0, 2.0}
+    assert len(prints) == 2
+
+
+def test_weights_that_the_config_names_and_the_folder_lacks(llama: Path) -> None:
+    """Are refused by their name; others that are there are not served instead."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "transformers_weights": "named.safetensors"}))
+    with pytest.raises(CheckpointRefused, match=r"has no named\.safetensors, which its config names"):
+        load(llama)
+
+
 def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the header and evenly spaced samples count, up to the last byte."""
     monkeypatch.setattr("engine.loading.checkpoint.WHOLE_FILE_LIMIT", 1000)
