@@ -117,6 +117,26 @@ def check_safetensors(file: Path) -> None:
         raise CheckpointRefused(f"{file} has {actual} bytes where its header promises {promised}; download it again")
 
 
+def check_biases(files: list[Path], module: Any, unused: list[str]) -> None:
+    """Raises CheckpointRefused for a bias among the `unused` tensors whose layer has none by the config: transformers
+    leaves it out, and the model that was trained computes with it. One of zeros changes nothing."""
+    from safetensors import safe_open  # slow to import, and only needed where something is left over
+
+    layers: dict[str, Any] = dict(module.named_modules())
+    for name in unused:
+        layer, _, last = name.rpartition(".")
+        found = layers.get(layer, layers.get(f"{module.base_model_prefix}.{layer}"))
+        if last != "bias" or getattr(found, "bias", module) is not None:
+            continue
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                if name in tensors.keys() and tensors.get_tensor(name).any():  # noqa: SIM118 - not a dict
+                    raise CheckpointRefused(
+                        f"{file} has {name}, and by its config that layer has no bias: set what switches biases on in"
+                        " config.json (attention_bias, mlp_bias)"
+                    )
+
+
 def fingerprint(folder: Path, files: list[Path]) -> str:
     """32 hex digits (xxh3_128) that tell two pools whether they serve the same weights.
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -45,6 +46,8 @@ from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerC
 from tandem.errors import CheckpointRefused, SettingsError
 
 GENERATION = "generation_config.json"
+# What transformers raises for a config that it does not take; the last one has its reason as the cause.
+BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError)
 
 log = logging.getLogger(__name__)
 
@@ -277,8 +280,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
         with _quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             return config
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except BAD_CONFIG as error:
+        reason = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().split("\n")[0]
         raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
 
 
@@ -299,7 +302,7 @@ def _load_module(
                 None, config=shapes.config, state_dict=packed.tensors, **options
             )
             _add_generation(module, folder)
-    _check_report(folder, report, packed)
+    _check_report(folder, files, module, report, packed)
     return module.eval(), packed
 
 
@@ -321,7 +324,7 @@ def _load_part(
         if weights.strange is None:
             module, report = part_loader.load(shapes, weights, own, dtype)
             _add_generation(module, folder)
-            _check_report(folder, report, None)
+            _check_report(folder, files, module, report, None)
             if group.rank == 0:
                 with part_loader.streamed(shapes, weights, module) as streamed:
                     expected = cut_check.whole(streamed)
@@ -366,7 +369,9 @@ def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
 
 
-def _check_report(folder: Path, report: dict[str, Any], packed: Weights | None) -> None:
+def _check_report(
+    folder: Path, files: list[Path], module: PreTrainedModel, report: dict[str, Any], packed: Weights | None
+) -> None:
     """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(problem) or ()))
@@ -374,7 +379,10 @@ def _check_report(folder: Path, report: dict[str, Any], packed: Weights | None) 
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
-    quantized_checkpoint.check_keys(sorted(map(str, report.get("unexpected_keys") or ())), packed)
+    unexpected = sorted(map(str, report.get("unexpected_keys") or ()))
+    quantized_checkpoint.check_keys(unexpected, packed)
+    if packed is None:
+        checkpoint.check_biases(files, module, unexpected)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
     Raises SettingsError when `wanted` is not positive or beyond the config's limit.
     """
     own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own = own if own is not None and own > 0 else None  # -1, or 0: there is no limit
     if wanted is None and own is None:
         raise SettingsError(
             f"the config of {config.model_type} states no maximum length; set max_model_len", field="max_model_len"

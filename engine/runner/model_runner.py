@@ -256,9 +256,10 @@ class ModelRunner:
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    """Without what is no token: some configs say -1 for none."""
+    config = module.config.get_text_config()
     ids = getattr(module.generation_config, "eos_token_id", None)
     if ids is None:
-        ids = module.config.get_text_config().eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+        ids = getattr(config, "eos_token_id", None)
+    each = ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    return tuple(token for token in map(int, each) if 0 <= token < config.vocab_size)

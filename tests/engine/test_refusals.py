@@ -115,6 +115,56 @@ def test_missing_tensor(llama: Path) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize("filled", [1.0, 0.0])
+def test_a_bias_that_the_config_switches_off(filled: float, llama: Path) -> None:
+    """Is refused by its name, since transformers would leave it out of the layer; one of zeros is left out."""
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.full((64,), filled)
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    if filled:
+        with pytest.raises(
+            CheckpointRefused, match=r"has model\.layers\.1\.self_attn\.q_proj\.bias, and by its config"
+        ):
+            load(llama)
+    else:
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_position_embeddings": 1024.0}, "'max_position_embeddings' expected int, got float"),
+        ({"num_attention_heads": 5}, "hidden size .* multiple of the number of attention heads"),
+    ],
+)
+def test_a_config_that_transformers_does_not_take(changes: dict[str, Any], message: str, llama: Path) -> None:
+    """A value of another type, and values that do not go together, are refused with transformers' reason."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointRefused, match=f"transformers cannot read .*{message}"):
+        load(llama)
+
+
+@pytest.mark.parametrize("own", [-1, 0])
+def test_a_config_without_a_limit_of_positions(own: int, llama: Path) -> None:
+    """Which some write as -1: the setting gives the limit, and there must be one."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "max_position_embeddings": own}))
+    with pytest.raises(SettingsError, match="states no maximum length; set max_model_len"):
+        load(llama)
+    assert load(llama, max_model_len=64).max_model_len == 64
+
+
+@pytest.mark.parametrize(("told", "ends"), [(-1, ()), ([7, 100_000, -1, 9], (7, 9)), (None, (5,)), ([], ())])
+def test_end_tokens_that_are_no_tokens(told: Any, ends: tuple[int, ...], llama: Path) -> None:
+    """Of the model's vocabulary are left out, as are those of a config that says -1 for none: as the last token's index
+    it would forbid that one. What the generation config does not say, the config does."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    assert load(llama).eos_token_ids == ends
+
+
 def test_a_model_without_attention_is_served_only_by_its_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
