@@ -27,6 +27,7 @@ import hashlib
 import importlib.util
 import struct
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -154,17 +155,30 @@ def not_finite(sequence: Sequence) -> InternalError:
 
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
-    """For each row its token's log probability, and those of its `tops` most likely tokens."""
+    """For each row its token's log probability, and those of its `tops` most likely tokens; of equally likely ones the
+    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal."""
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
-    best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
-    numbers = (chosen, best.values - norm, best.indices)
-    rows = torch.cat([each.double() for each in numbers], dim=1).tolist()  # on a GPU the only wait
+    best = logits.topk(min(max(tops) + 1, logits.shape[-1]))  # [rows, widest top and one more]
+    numbers = (chosen, best.values - norm, best.indices, best.values[:, -1:])
+    rows = torch.cat([each.double() for each in numbers], dim=1).tolist()  # on a GPU the only wait, but for equal ones
     wide = best.indices.shape[1]
-    return [
-        Logprob(row[0], [int(token) for token in row[1 + wide :][:top]], row[1 : 1 + wide][:top])
-        for row, top in zip(rows, tops, strict=True)
-    ]
+    found: list[Logprob] = []
+    for at, (row, top) in enumerate(zip(rows, tops, strict=True)):
+        values, ids = row[1 : 1 + wide], row[1 + wide : -1]
+        if any(one == other for one, other in pairwise(values[: top + 1])):
+            ids = _from(logits[at], row[-1])
+        found.append(Logprob(row[0], [int(token) for token in ids[:top]], values[:top]))
+    return found
+
+
+def _from(logits: torch.Tensor, least: float) -> list[int]:
+    """The tokens with a logit of `least` or more, the largest first; of equal ones the lowest, where `topk` takes any.
+    On the host: a few operators of torch over one row cost more than the row."""
+    row = logits.cpu().numpy()
+    tokens = np.flatnonzero(row >= least)
+    ordered: list[int] = tokens[np.argsort(-row[tokens], kind="stable")].tolist()
+    return ordered
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:

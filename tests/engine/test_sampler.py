@@ -303,6 +303,23 @@ def test_limits_that_leave_no_token_fail_their_request_only(alone: bool) -> None
     assert [one.token for one in others] == [7] * (not alone)
 
 
+@pytest.mark.parametrize("beside", [0, 1, 7, 20])
+def test_equally_likely_tokens_come_in_the_order_of_their_ids(beside: int) -> None:
+    """Also where only some of them are asked for, and whatever the other requests of a step ask for: the first one is
+    the token that greedy sampling chooses."""
+    generator = torch.Generator().manual_seed(2)
+    raw = (torch.randn(2, 5000, generator=generator) * 4).round() / 4
+    for top in range(8):
+        tops = [Sampling(logprobs=top), Sampling(logprobs=beside)]
+        choice, _ = choose(raw.clone(), [sequence([1], [], how) for how in tops])
+        assert choice.logprob is not None
+        expected = raw[0].argsort(descending=True, stable=True)[:top].tolist()
+        assert choice.logprob.top_ids == expected
+        assert expected[:1] in ([], [choice.token])
+        assert choice.logprob.top == (raw[0][expected] - raw[0].logsumexp(-1)).tolist()
+    assert len(raw[0].topk(7).values.unique()) < 6, "without equal ones this shows nothing"
+
+
 def test_logprobs_are_the_models_own() -> None:
     """log_softmax of the raw logits, whatever bias, penalty or temperature chose the token, and only on request."""
     raw = torch.randn(5, 50, generator=torch.Generator().manual_seed(8)) * 3
