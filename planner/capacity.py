@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts, slot_bytes
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
+from engine.loading.checkpoint import read_json, weight_files
 from planner import kv_calls, packed, recurrent
 from planner.kv_calls import Call, first
 from planner.recurrent import NONE, States
@@ -211,12 +212,9 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     """Shapes of the parameters, and stored bytes, by the headers."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointRefused(f"{folder} has no safetensors files; convert or download them first")
     shapes: dict[str, tuple[int, ...]] = {}
     stored = 0
-    for path in files:
+    for path in weight_files(folder, read_json(folder / "config.json")):
         try:
             with safe_open(path, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict

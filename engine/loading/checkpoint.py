@@ -60,15 +60,16 @@ def check_folder(folder: Path) -> list[Path]:
     told = read_json(config)
     if "model_type" not in told:
         raise CheckpointRefused(f"{config} names no model_type; it is not the config of a transformers model")
-    files = _weight_files(folder, told.get("transformers_weights"))
+    files = weight_files(folder, told)
     for file in files:
         check_safetensors(file)
     return files
 
 
-def _weight_files(folder: Path, named: Any) -> list[Path]:
+def weight_files(folder: Path, config: dict[str, Any]) -> list[Path]:
     """Those that transformers reads: what the config names, else a single file, else those of an index, whatever else
-    is in the folder."""
+    is in the folder. Raises CheckpointRefused if one is missing."""
+    named = config.get("transformers_weights")
     entry = folder / str(named or (SINGLE if (folder / SINGLE).is_file() else INDEX))
     if not entry.is_file():
         what = f"{entry.name}, which its config names" if named else f"{SINGLE} and no {INDEX}"

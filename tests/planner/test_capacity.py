@@ -104,6 +104,17 @@ def test_kv_is_that_of_the_language_models_own_layers(tmp_path: Path, other: str
     assert read_shape(tmp_path).calls == ((2, 16, 16), (2, 16, 16))
 
 
+def test_weights_that_are_not_served_do_not_count(tmp_path: Path) -> None:
+    """A second copy in the format of the model's maker, as in Mistral's folders, and shards beside a single file."""
+    make_checkpoint(tmp_path, "tiny-llama")
+    before = read_shape(tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, tmp_path / "consolidated.safetensors")
+    save_file({"model.layers.9.mlp.up_proj.weight": torch.zeros(96, 64)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.layers.9.mlp.up_proj.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_shape(tmp_path) == before
+
+
 @built
 @pytest.mark.parametrize("family", [f"tiny-{family}" for family in sorted(TINY)])
 @pytest.mark.parametrize("tied", [False, True])
