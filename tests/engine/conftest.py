@@ -1,13 +1,33 @@
-"""Tiny checkpoints, made once per test session."""
+"""Tiny checkpoints, made once per test session. Those of TINY have two layers here, one of each kind that the family
+alternates: loading, checking and recording cost as much as there are layers. Recurrent and sparse models keep four, so
+that there are two layers of a kind whose states or choices could be taken for each other's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.harness.random_checkpoints import TINY, make_checkpoint
+
+TWO = 2
+
+
+def two_layers(shape: str) -> dict[str, Any]:
+    """The changes that make it a model of two layers, if it is one of TINY."""
+    family = TINY.get(shape.removeprefix("tiny-"))
+    if family is None:
+        return {}
+    changes: dict[str, Any] = {"n_layer" if "n_layer" in family else "num_hidden_layers": TWO}
+    if "layer_types" in family:
+        changes["layer_types"] = family["layer_types"][:TWO]
+    if "first_k_dense_replace" in family:
+        changes["first_k_dense_replace"] = 1
+    if family["model_type"] == "llama4_text":
+        changes["no_rope_layers"] = [1, 0]  # by itself the fourth
+    return changes
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def get(shape: str) -> Path:
         if shape not in made:
-            made[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype="float32")
+            made[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype="float32", **two_layers(shape))
         return made[shape]
 
     return get

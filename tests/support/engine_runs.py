@@ -34,5 +34,5 @@ def run(engine: Engine, added: list[Sequence]) -> None:
 
 def right(folder: Path, sequence: Sequence) -> bool:
     """Whether its tokens are those of transformers."""
-    prompt, new = sequence.tokens[: sequence.prompt_len], sequence.max_len - sequence.prompt_len
-    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, new)
+    prompt, answer = sequence.tokens[: sequence.prompt_len], sequence.tokens[sequence.prompt_len :]
+    return len(sequence.tokens) == sequence.max_len and oracle.follows(folder, prompt, answer)

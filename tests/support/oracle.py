@@ -63,6 +63,23 @@ def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     return _model(str(folder))(torch.tensor([tokens])).logits[0]
 
 
+def follows(folder: Path, prompt: list[int], answer: list[int]) -> bool:
+    """Whether each token of the answer is the likeliest after all tokens before it, so that the answer is `greedy`'s:
+    one forward instead of one for each token."""
+    return likeliest(folder, prompt, answer) == answer
+
+
+def likeliest(folder: Path, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token at each place of an answer, after the prompt and what the answer has before that place."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = logits(folder, prompt + answer[:-1])[len(prompt) - 1 :]
+    finally:
+        torch.set_num_threads(threads)
+    return [int(token) for token in found.argmax(-1)]
+
+
 def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     vocab = vocab_size(folder)

@@ -74,10 +74,15 @@ def decoder(folder: str, kv: str) -> Any:
     return model
 
 
-@torch.inference_mode()
 def logits(folder: Path, tokens: list[int], kv: str) -> torch.Tensor:
     """Those after each token, `[len(tokens), vocab]`."""
-    found: torch.Tensor = decoder(str(folder), kv)(torch.tensor([tokens]), use_cache=False).logits[0]
+    return _logits(str(folder), tuple(tokens), kv)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode()
+def _logits(folder: str, tokens: tuple[int, ...], kv: str) -> torch.Tensor:
+    found: torch.Tensor = decoder(folder, kv)(torch.tensor([tokens]), use_cache=False).logits[0]
     return found
 
 
