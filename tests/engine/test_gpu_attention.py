@@ -3,7 +3,7 @@ that follow from a row's own sequence alone. The machine code is in test_gpu_mac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
-from engine.gpu import attention_kernels, kernel_choice
+from engine.gpu import attention_kernels, kernel_choice, paged_attention
 from engine.gpu.paged_attention import TritonAttention
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import (
@@ -29,8 +29,16 @@ from engine.loading.model_loader import load_model
 from engine.runner import captured_steps
 
 CPU = torch.device("cpu")
-KERNEL = TritonAttention(4096)  # parts of 512 keys
-LENGTHS = [(0, 21), (530, 4), (520, 1), (20, 1), (0, 1)]  # (done, new) of each sequence
+KERNEL = TritonAttention(1024)  # parts of 64 keys, here
+LENGTHS = [(0, 21), (82, 4), (72, 1), (20, 1), (0, 1)]  # (done, new) of each sequence
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_parts() -> Iterator[None]:
+    """So that short sequences have several; the interpreter takes its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "LEAST_SPLIT", 64)
+        yield
 
 
 def call(
@@ -136,7 +144,7 @@ def test_sixteen_bits_round_and_no_more() -> None:
     assert (case.attend(*EVERY).float() - exact).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("reach", [FullAttentionSpec(), SlidingWindowSpec(100)], ids=str)
+@pytest.mark.parametrize("reach", [FullAttentionSpec(), SlidingWindowSpec(50)], ids=str)
 def test_a_rows_bits_follow_from_its_own_sequence(reach: Reach) -> None:
     """Alone or with others, in a chunk or as a single query, whose parts of keys run apart and are merged: bit for bit.
     So a stream that is resumed by computing its tokens as a prompt finds the same numbers."""
@@ -154,7 +162,7 @@ def test_control_with_parts_that_follow_from_the_step_the_bits_differ(monkeypatc
     """What fixed parts are for: half as long, and a long row is summed in another order."""
     case = Case(call())
     expected = case.attend(2)
-    monkeypatch.setattr(TritonAttention, "split_keys", 256)
+    monkeypatch.setattr(TritonAttention, "split_keys", 32)
     assert not torch.equal(case.attend(2), expected)
 
 
@@ -164,10 +172,9 @@ def test_control_one_key_too_many_or_too_few_is_noticed(twist: str, monkeypatch:
     facts = call(reach=SlidingWindowSpec(40))
     kind = kernel_choice.__dict__  # the trial uses the kernel as it serves
     monkeypatch.setitem(kind, "candidates", lambda *_: iter([KERNEL]))
+    assert KERNEL.split_keys == 64
     chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, paged.attend, 4096)
     assert (chosen, line) == (KERNEL, "cuda (triton)")
-    from engine.gpu import paged_attention
-
     by = 1 if twist == "_plus" else -1
     monkeypatch.setattr(paged_attention, "kind", lambda reach: (attention_kernels.WINDOW, reach.window + by))
     chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, paged.attend, 4096)

@@ -97,7 +97,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 def test_a_checkpoint_is_served_in_its_own_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a byte for each weight of AWQ, whose zeros stay beside them; a byte of fp8. It loads, checks itself,
     and computes what the plain checkpoint of the same weights does."""
-    quantised, plain = make(tmp_path, ALL[name], num_hidden_layers=1)
+    quantised, plain = make(tmp_path, ALL[name], num_hidden_layers=1, intermediate_size=64, vocab_size=64)
     monkeypatch.setattr(model_loader, "_packer", lambda *_: ON_CPU)
     monkeypatch.setattr(model_loader.traced_forward, "install", lambda _: "by modules")
     monkeypatch.setattr(self_check, "PROMPT_LENGTHS", (7,))  # the interpreter takes its time
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_served_in_its_own_size(name: str, tmp_path: Path, monke
     assert all(isinstance(each, gpu.RowCodes) and each.format == ("fp8" if name == "fp8" else "int4") for each in of)
     assert all((each.zeros is not None) == (name == "awq") for each in of)
     expected = load_model(str(plain), dtype=torch.float32, device=CPU, kernels="reference")
-    tokens = [index * 7 % 384 for index in range(5)]
+    tokens = [index * 7 % 64 for index in range(5)]
     logits = [each.forward(each.allocate(3), pack([(tokens, 0, [2, 0, 1])])) for each in (model, expected)]
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 1e-3
 

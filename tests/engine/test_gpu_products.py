@@ -22,6 +22,7 @@ from engine.gpu.products import Tiling, linear
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
 from loadtest.harness.random_checkpoints import make_checkpoint
+from tests.engine.test_gpu_recording import SMALL
 
 CPU = torch.device("cpu")
 FEW, MANY = 3, products.FEW + 2  # rows: narrow tiles, and others
@@ -135,9 +136,9 @@ def short_trials() -> Iterator[None]:
 def test_a_models_logits_have_the_same_bits_in_any_step(tmp_path: Path) -> None:
     """With Triton's attention, products and norms: as a single token among others, alone, and at the end of a prompt
     that is computed at once. They are those of the plain model within rounding."""
-    made = make_checkpoint(tmp_path / "m", "tiny-qwen3", dtype="float32", num_hidden_layers=2)
+    made = make_checkpoint(tmp_path / "m", "tiny-qwen3", dtype="float32", **SMALL)
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
-    tokens = [index * 7 % 384 for index in range(21)]
+    tokens = [index * 7 % SMALL["vocab_size"] for index in range(21)]
     prompt = Batch(tokens, [*range(21)], [21], [21], [[4, 1]], [20])
     expected = model.forward(model.allocate(6), prompt)
     model.cuda_kernel = TritonAttention(model.max_model_len)
@@ -152,8 +153,9 @@ def test_a_models_logits_have_the_same_bits_in_any_step(tmp_path: Path) -> None:
     before = pages.buffer.clone()
     alone = model.forward(pages, Batch(tokens[20:], [20], [1], [21], [[4, 1]], [0]))
     pages.buffer.copy_(before)
+    prompt = [at % 40 for at in range(70)]  # so that tiles of many rows serve
     others = Batch(
-        [1, *tokens[20:], *range(70)], [0, 20, *range(70)], [1, 1, 70], [1, 21, 70], [[0], [4, 1], [2, 3, 5, 2, 3]], [1]
+        [1, *tokens[20:], *prompt], [0, 20, *range(70)], [1, 1, 70], [1, 21, 70], [[0], [4, 1], [2, 3, 5, 2, 3]], [1]
     )
     assert torch.equal(model.forward(pages, others), alone)
     assert torch.equal(alone, found)

@@ -50,7 +50,7 @@ def by_kernel(logits: torch.Tensor, how: list[Sampling], positions: list[int]) -
     return gpu.sample(logits, how, _numbers(how, positions)).tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     row=st.lists(LOGIT, min_size=1, max_size=100), how=st.lists(HOW, min_size=1, max_size=2), at=st.integers(0, 10**6)
 )
@@ -67,10 +67,11 @@ def test_many_draws_of_one_row_are_those_of_plain_pytorch() -> None:
     generator = torch.Generator().manual_seed(5)
     wide = 3.0 * torch.randn(16, 120, generator=generator)
     logits, positions = wide[:, 7:105], list(range(16))
-    for how in (Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=4)):
-        chosen = by_kernel(logits, [how] * 16, positions)
-        assert chosen == _sample(logits.clone(), [how] * 16, positions).tolist()
-        assert len(set(chosen)) > 4
+    filtered = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=4)  # 64 passes over a row
+    for how, rows in ((Sampling(temperature=1.0, seed=3), 16), (filtered, 4)):
+        chosen = by_kernel(logits[:rows], [how] * rows, positions[:rows])
+        assert chosen == _sample(logits[:rows].clone(), [how] * rows, positions[:rows]).tolist()
+        assert len(set(chosen)) > rows // 4
 
 
 def test_a_row_whose_largest_logit_is_not_finite_has_no_token() -> None:
@@ -95,7 +96,7 @@ def test_the_largest_number_below_one_draws_a_token_that_is_possible() -> None:
 def test_a_large_batch_shares_the_memory_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts, one after another, with the same tokens."""
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
-    how = [Sampling(temperature=1.0, top_p=0.9, seed=seed) for seed in range(40)]
+    how = [Sampling(temperature=1.0, min_p=0.1, seed=seed) for seed in range(40)]
     expected = by_kernel(logits, how, [1] * 40)
     made: list[int] = []
     empty = torch.empty
@@ -169,7 +170,7 @@ class Launched:
 
 def test_a_kernel_that_chooses_otherwise_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial at load compares it with plain PyTorch; control: one whose random numbers are others."""
-    monkeypatch.setattr(gpu, "TRIED", gpu.TRIED[::4])
+    monkeypatch.setattr(gpu, "TRIED", [gpu.TRIED[0], gpu.TRIED[2], gpu.TRIED[-1]])
     assert gpu.problem(CPU, _sample, uniform) is None
     assert gpu.problem(CPU, _sample, lambda seed, at: uniform(seed + 1, at)) == "chooses other tokens"
     monkeypatch.setattr("engine.gpu.sampling_kernel.choose_tokens", None)

@@ -31,7 +31,9 @@ from tests.support import oracle
 CPU = torch.device("cpu")
 NEW = 12
 LENGTHS = [4, 21, 1, 40]
-FAMILIES = ["llama", "qwen2", "qwen3-moe", "gemma2", "gpt2", "opt", "phi3", "gpt-oss", "llama4-text"]
+# An adapter is on a product, whatever the family does with its result: plain ones, with biases, beside experts of two
+# kinds, transposed ones, joined ones.
+FAMILIES = ["llama", "qwen2", "qwen3-moe", "gpt2", "phi3", "gpt-oss"]
 
 
 def load(base: Path, folders: dict[str, Path], slots: int = 8, **options: Any) -> ModelRunner:
@@ -65,9 +67,17 @@ def run(model: ModelRunner, asked: list[tuple[LoraSlot | None, list[int]]]) -> l
     return [sequence.tokens[sequence.prompt_len :] for sequence in sequences]
 
 
+def follow(references: dict[str, Path], asked: list[tuple[str, list[int]]], answers: list[list[int]]) -> bool:
+    """Whether each is what transformers gives for its reference, of the full length."""
+    return all(
+        len(answer) == NEW and oracle.follows(references[name], prompt, answer)
+        for (name, prompt), answer in zip(asked, answers, strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [*((family, "auto") for family in FAMILIES), *((family, "reference") for family in FAMILIES[:3])],
+    [*((family, "auto") for family in FAMILIES), ("llama", "reference"), ("gpt2", "reference")],
 )
 def test_tokens_equal_merged_weights(
     family: str, kernels: Any, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -82,19 +92,20 @@ def test_tokens_equal_merged_weights(
     references = {"": base, **{name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in folders.items()}}
     prompts = oracle.prompts(base, LENGTHS)
     asked = list(product(references, prompts))
-    expected = [oracle.greedy(references[name], prompt, NEW) for name, prompt in asked]
-    for at in range(len(prompts)):
-        own = {tuple(expected[number]) for number in range(at, len(expected), len(prompts))}
-        assert len(own) > 1, "an adapter that changes nothing proves nothing"
     model = load(base, folders, kernels=kernels)
+    answers: list[list[int]] = []
     for slots in ({"a": 0, "b": 1}, {"a": 1, "b": 0}):
         at = placed(model, slots)
-        assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
+        answers = run(model, [(at[name], prompt) for name, prompt in asked])
+        assert follow(references, asked, answers)
+    for at_prompt in range(len(prompts)):
+        own = {tuple(answers[number]) for number in range(at_prompt, len(answers), len(prompts))}
+        assert len(own) > 1, "an adapter that changes nothing proves nothing"
     wrong = {"": at["a"], "a": at["b"], "b": None}
-    assert run(model, [(wrong[name], prompt) for name, prompt in asked]) != expected
+    assert not follow(references, asked, run(model, [(wrong[name], prompt) for name, prompt in asked]))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-moe", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_adapter_that_comes_later_is_as_one_given_at_the_start(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -111,11 +122,12 @@ def test_an_adapter_that_comes_later_is_as_one_given_at_the_start(
     at = placed(model, {"given": 1})
     model.lora.put(0, lora_loader.read_again(later))
     at["later"] = LoraSlot(0, later.fingerprint)
-    references = {"": base, "given": given, "later": folder}
+    merged = {
+        name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in (("given", given), ("later", folder))
+    }
+    references = {"": base, **merged}
     asked = list(product(references, oracle.prompts(base, LENGTHS)))
-    merged = {name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in references.items() if name}
-    expected = [oracle.greedy(merged.get(name, base), prompt, NEW) for name, prompt in asked]
-    assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
+    assert follow(references, asked, run(model, [(at[name], prompt) for name, prompt in asked]))
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama4-text"])

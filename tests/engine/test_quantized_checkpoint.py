@@ -27,6 +27,7 @@ from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import make_checkpoint
 from tandem.errors import CheckpointRefused, SettingsError
+from tests.engine.conftest import TWO
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 2, 77, 31]
@@ -40,7 +41,7 @@ built = pytest.mark.skipif(
 def make(folder: Path, kind: str) -> Path:
     """A tiny checkpoint quantised by compressed-tensors, except for the head."""
     bits, type_, group = KINDS[kind]
-    source = make_checkpoint(folder / "plain", "tiny-qwen2", dtype="float32")
+    source = make_checkpoint(folder / "plain", "tiny-qwen2", dtype="float32", num_hidden_layers=TWO)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(source, dtype=torch.float32)
     how = QuantizationArgs(
@@ -86,6 +87,13 @@ def greedy(model: ModelRunner, count: int) -> list[int]:
     return tokens
 
 
+def follow(plain: Any, tokens: list[int]) -> bool:
+    """Whether they are what transformers gives after the prompt."""
+    with torch.inference_mode():
+        likeliest = plain(torch.tensor([tokens[:-1]])).logits[0].argmax(-1).tolist()
+    return bool(likeliest[len(PROMPT) - 1 :] == tokens[len(PROMPT) :])
+
+
 def edited(folder: Path, to: Path, **changes: Any) -> Path:
     """A copy whose quantization_config has other values."""
     shutil.copytree(folder, to)
@@ -100,11 +108,12 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
     """int8, int4, fp8 and 6 bits: the tokens of transformers' generate of the same folder, over the codes in it."""
     auto: Any = AutoModelForCausalLM
     plain = auto.from_pretrained(checkpoint, dtype=torch.float32)
-    theirs = plain.generate(torch.tensor([PROMPT]), max_new_tokens=48, do_sample=False)[0].tolist()
     model = load(checkpoint)
-    assert greedy(model, 48) == theirs
+    tokens = greedy(model, 48)
+    assert len(set(tokens)) > 12
+    assert follow(plain, tokens)
     packed = [module for module in model.module.modules() if isinstance(module, weight_quantization.Quantised)]
-    assert len(packed) == 4 * 7
+    assert len(packed) == TWO * 7
     assert model.weights == quantized_checkpoint.METHOD
     assert not [name for name, _ in model.module.named_parameters() if "scale" in name or "packed" in name]
 
@@ -113,8 +122,7 @@ def test_without_compiled_operators_the_dense_weights_serve(checkpoint: Path) ->
     """The same tokens by plain PyTorch."""
     auto: Any = AutoModelForCausalLM
     plain = auto.from_pretrained(checkpoint, dtype=torch.float32)
-    theirs = plain.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0].tolist()
-    assert greedy(load(checkpoint, kernels="reference"), 16) == theirs
+    assert follow(plain, greedy(load(checkpoint, kernels="reference"), 16))
 
 
 @built
@@ -203,7 +211,7 @@ def test_nothing_is_widened_silently(int8: Path, caplog: pytest.LogCaptureFixtur
     """Without operators over codes, as on a GPU today, the log says how many products take their full size."""
     load(int8, kernels="reference")
     [line] = [record.getMessage() for record in caplog.records if "widened" in record.getMessage()]
-    assert line.startswith("28 of 28 products of the compressed-tensors checkpoint are widened")
+    assert line.startswith("14 of 14 products of the compressed-tensors checkpoint are widened")
 
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")

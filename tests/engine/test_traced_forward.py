@@ -1,6 +1,7 @@
 """The recorded step: only what is the same for every batch is recorded, and it is proven before it serves.
 
-That it gives the tokens of the modules is what test_models.py and test_exactness.py show: they run it by default.
+That it gives the tokens of the modules, and for which families, is what test_models.py and test_exactness.py show: they
+run it by default.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from engine import kernels
 from engine.loading.model_loader import load_model
 from engine.runner import graph_fusion, traced_forward
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.random_checkpoints import TINY
 
 CPU = torch.device("cpu")
-LATENT = {"deepseek-v2", "deepseek-v3"}  # their context is expanded sequence by sequence, in Python
 
 built = pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
@@ -31,13 +30,6 @@ built = pytest.mark.skipif(
 
 def load(folder: Path) -> ModelRunner:
     return load_model(str(folder), dtype=torch.float32, device=CPU)
-
-
-@built
-@pytest.mark.parametrize("family", sorted(TINY))
-def test_which_families_are_recorded(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """All but those with latent pages."""
-    assert (load(checkpoint(f"tiny-{family}")).recorded is None) == (family in LATENT)
 
 
 def by_value(x: torch.Tensor) -> torch.Tensor:

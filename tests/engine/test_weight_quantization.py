@@ -13,15 +13,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import kernels
+from engine.core.sequence import LoraSlot
 from engine.core.weight_formats import BITS, group_of
 from engine.kernels import modules, weight_quantization
 from engine.loading import self_check
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.random_checkpoints import TINY, make_adapter, make_checkpoint
+from loadtest.harness.random_checkpoints import make_adapter, make_checkpoint
 from tandem.errors import CheckpointRefused, SettingsError
+from tests.engine.conftest import TWO
 from tests.engine.test_exactness import all_logits, differing, prompts, torchs_own, whole
-from tests.engine.test_lora import placed, run
+from tests.engine.test_lora import follow, placed, run
 from tests.support import oracle
 
 CPU = torch.device("cpu")
@@ -184,11 +186,16 @@ def test_a_token_does_not_depend_on_the_step(format: str, dtype: torch.dtype) ->
     assert differing(load(ROOT / "demo/model", format, dtype)) == []
 
 
+# How a family calls its products: plain, transposed, with biases, joined (phi3), behind gates of another function, beside
+# experts, and beside latents.
+PRODUCTS = ("deepseek-v3", "gemma2", "gpt2", "llama", "llama4-text", "opt", "phi3", "qwen3-moe")
+
+
 @built
 @pytest.mark.parametrize(
-    ("family", "format"), [(family, ("int8", "int4")[place % 2]) for place, family in enumerate(sorted(TINY))]
+    ("family", "format"), [(family, ("int8", "int4")[place % 2]) for place, family in enumerate(PRODUCTS)]
 )
-def test_every_family(family: str, format: str, checkpoint: Callable[[str], Path]) -> None:
+def test_families(family: str, format: str, checkpoint: Callable[[str], Path]) -> None:
     """Each passes the self-check with int8 or int4, in turn, has the same bits in any step, is recorded as before."""
     model, plain = load(checkpoint(f"tiny-{family}"), format), load(checkpoint(f"tiny-{family}"), "checkpoint")
     assert differing(model) == []
@@ -240,11 +247,14 @@ def test_adapters_over_rounded_weights(family: str, checkpoint: Callable[[str], 
     folder = make_adapter(tmp_path / "a", base, seed=1, rank=4)
     references = {"": tmp_path / "rounded", "a": oracle.merged(tmp_path / "rounded", folder, tmp_path / "merged")}
     asked = list(itertools.product(references, oracle.prompts(base, [4, 21, 40])))
-    expected = [oracle.greedy(references[name], prompt, 12) for name, prompt in asked]
     model = load_model(str(base), dtype=torch.float32, device=CPU, weights="int8", adapters={"a": folder})
     at = placed(model, {"a": 0})
-    assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
-    assert run(model, [(at["a"], prompt) for _, prompt in asked]) != expected
+
+    def right(slots: dict[str, LoraSlot | None]) -> bool:
+        return follow(references, asked, run(model, [(slots[name], prompt) for name, prompt in asked]))
+
+    assert right(at)
+    assert not right({"": at["a"], "a": at["a"]})
 
 
 @built
@@ -253,7 +263,7 @@ def test_weights_that_were_rounded_are_gone(checkpoint: Callable[[str], Path]) -
     folder = checkpoint("tiny-llama")
     model = load(folder, "int8")
     layers = [module for module in model.module.modules() if isinstance(module, weight_quantization.Quantised)]
-    assert len(layers) == 4 * 7 + 1
+    assert len(layers) == TWO * 7 + 1
     for layer in layers:
         weight = layer.weight  # type: ignore[attr-defined]
         assert weight.isnan().all()
@@ -298,7 +308,7 @@ def test_the_self_check_sees_other_weights(checkpoint: Callable[[str], Path]) ->
     def other(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self.__dict__[weight_quantization._CODES] is not codes:
             return real(self, x)
-        return x @ layers[2].mlp.up_proj.__dict__[weight_quantization._CODES].weight().T
+        return x @ layers[0].mlp.up_proj.__dict__[weight_quantization._CODES].weight().T
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_quantization.Dequantised, "forward", other)
