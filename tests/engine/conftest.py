@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from loadtest.harness.random_checkpoints import TINY, make_checkpoint
+from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
 
 TWO = 2
 
 
 def two_layers(shape: str) -> dict[str, Any]:
-    """The changes that make it a model of two layers, if it is one of TINY."""
-    family = TINY.get(shape.removeprefix("tiny-"))
-    if family is None:
-        return {}
+    """The changes that make a model of TINY or HYBRID one of two layers."""
+    family = (TINY | HYBRID)[shape.removeprefix("tiny-")]
     changes: dict[str, Any] = {"n_layer" if "n_layer" in family else "num_hidden_layers": TWO}
     if "layer_types" in family:
         changes["layer_types"] = family["layer_types"][:TWO]
@@ -37,7 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def get(shape: str) -> Path:
         if shape not in made:
-            made[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype="float32", **two_layers(shape))
+            changes = two_layers(shape) if shape.removeprefix("tiny-") in TINY else {}
+            made[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype="float32", **changes)
         return made[shape]
 
     return get

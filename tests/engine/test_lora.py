@@ -122,10 +122,8 @@ def test_an_adapter_that_comes_later_is_as_one_given_at_the_start(
     at = placed(model, {"given": 1})
     model.lora.put(0, lora_loader.read_again(later))
     at["later"] = LoraSlot(0, later.fingerprint)
-    merged = {
-        name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in (("given", given), ("later", folder))
-    }
-    references = {"": base, **merged}
+    adapters = {"given": given, "later": folder}
+    references = {"": base} | {name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in adapters.items()}
     asked = list(product(references, oracle.prompts(base, LENGTHS)))
     assert follow(references, asked, run(model, [(at[name], prompt) for name, prompt in asked]))
 

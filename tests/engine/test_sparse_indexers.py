@@ -16,6 +16,7 @@ from engine import builder
 from engine.attention import paged
 from engine.core.engine_config import EngineConfig
 from engine.core.kv_layout import KvLayout
+from engine.core.sequence import Sequence
 from engine.engine import Engine
 from engine.kv.kv_converter import KvConverter
 from engine.loading import index_probe, model_loader, self_check
@@ -27,7 +28,7 @@ from tandem.errors import CheckpointRefused, SettingsError
 from tandem.settings import Settings
 from tests.engine.test_speculative import Oracle, speculation
 from tests.support import oracle
-from tests.support.engine_runs import asked, asked_of, right, run
+from tests.support.engine_runs import asked, asked_of, run
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -59,6 +60,13 @@ def model(loaded: Callable[[str], ModelRunner]) -> ModelRunner:
 @pytest.fixture
 def folder(checkpoint: Checkpoint) -> Path:
     return checkpoint("tiny-deepseek-v32")
+
+
+def right(folder: Path, sequence: Sequence) -> bool:
+    """Whether its tokens are those of transformers, step by step: at once, transformers' own indexer chooses otherwise
+    where it has fewer tokens than it may choose."""
+    prompt, new = sequence.tokens[: sequence.prompt_len], sequence.max_len - sequence.prompt_len
+    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, new)
 
 
 def engine_of(model: ModelRunner, *, blocks: int = 200, size: int = SIZE, **more: Any) -> Engine:

@@ -160,8 +160,8 @@ MECHANISMS = ("deepseek-v3", "gemma2", "gpt-oss", "gpt2", "llama", "llama4-text"
 def test_greedy_tokens_are_those_without_drafts(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With each kind of attention, with drafts that are all right, partly wrong or all wrong; with verification switched off, the
-    tokens differ."""
+    """With each kind of attention, with drafts that are all right, partly wrong or all wrong; with verification
+    switched off, the tokens differ."""
     model = load_model(str(checkpoint(f"tiny-{family}")), dtype=torch.float32, device=CPU)
     prompts = random_prompts(model.vocab_size)
     expected = completions(build(model), sequences(prompts))

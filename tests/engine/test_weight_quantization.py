@@ -186,8 +186,8 @@ def test_a_token_does_not_depend_on_the_step(format: str, dtype: torch.dtype) ->
     assert differing(load(ROOT / "demo/model", format, dtype)) == []
 
 
-# How a family calls its products: plain, transposed, with biases, joined (phi3), behind gates of another function, beside
-# experts, and beside latents.
+# How a family calls its products: plain, transposed, with biases, joined (phi3), behind gates of another function,
+# beside experts, and beside latents.
 PRODUCTS = ("deepseek-v3", "gemma2", "gpt2", "llama", "llama4-text", "opt", "phi3", "qwen3-moe")
 
 
