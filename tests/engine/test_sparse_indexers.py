@@ -63,8 +63,8 @@ def folder(checkpoint: Checkpoint) -> Path:
 
 
 def right(folder: Path, sequence: Sequence) -> bool:
-    """Whether its tokens are those of transformers, step by step: at once, transformers' own indexer chooses otherwise
-    where it has fewer tokens than it may choose."""
+    """Whether its tokens are those of transformers, step by step: among tokens of equal scores its own indexer may
+    choose others without a cache."""
     prompt, new = sequence.tokens[: sequence.prompt_len], sequence.max_len - sequence.prompt_len
     return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, new)
 
