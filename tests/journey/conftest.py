@@ -20,6 +20,7 @@ import services.watchdog
 import services.worker
 from cluster.state import redis_store
 from cluster.state.embedded_valkey import EmbeddedValkey
+from engine.runner import captured_steps
 from kvtransfer.sender import Sender
 from kvtransfer.types import Ticket
 from loadtest.harness.random_checkpoints import make_checkpoint
@@ -168,6 +169,8 @@ def inside(
             monkeypatch.setattr(PathLatencyTracker, "observe", lambda *_, **__: None)
         monkeypatch.setattr(services.watchdog, "end_process", exits.put)
         monkeypatch.setattr(engine.builder, "load_model", loaded.load)
+        # Captured for 1, 2 and 4 sequences: six captures take a third of what starting such a worker costs.
+        monkeypatch.setitem(captured_steps.LARGEST, "cpu", 4)
         # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
         for name in ("keep_imports", "short_collections"):
             monkeypatch.setattr(launch, name, lambda: None)

@@ -124,12 +124,16 @@ def doors(inside: Any, tmp_path: Path) -> Any:
     return start
 
 
+_found: list[int] = []
+
+
 async def thoughtful(doors: Doors) -> int:
-    """A seed with which the model thinks for a while and then answers."""
-    for seed in range(200):
+    """A seed with which the model thinks for a while and then answers. Looked for once: every test has this model."""
+    for seed in _found or range(120, 320):  # 127, with the bits of today's operators
         answer = await doors.cluster.client.generate(messages=MESSAGES, **options(seed))
         after = answer.receipt.completion_tokens - answer.receipt.reasoning_tokens
         if answer.receipt.reasoning_tokens >= 15 and after >= 10 and answer.text:
+            _found[:] = [seed]
             return seed
     raise AssertionError("no seed of these does")
 

@@ -34,7 +34,7 @@ from tests.support.waiting import until
 
 NEW = 16
 SETTINGS: dict[str, Any] = {"transport": "nixl", "dtype": "float32"}
-# All others are in test_families: a state of one block, and of several; no attention, so blocks without content.
+# Other kinds are in test_families: a state of one block, and of several; no attention, so blocks without content.
 FAMILIES = ("qwen3-next", "falcon-h1", "mamba2")
 
 

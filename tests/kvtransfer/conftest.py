@@ -225,9 +225,10 @@ def auto_source() -> Iterator[Worker]:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tcp_source() -> Iterator[Worker]:
-    """One process that speaks only TCP and serves all the time: 17 blocks of 1 MiB, block b filled with pattern b."""
+    """One process for a file that speaks only TCP and serves, at a tenth of a core, all the time: 17 blocks of 1 MiB,
+    block b filled with pattern b."""
     made = Worker("tcp-source", "1", 17, 1 << 20, {"UCX_TLS": "tcp"})
     try:
         for block in range(17):

@@ -17,6 +17,7 @@ from cli.main import app
 from engine import kernels
 from engine.core.weight_formats import BITS
 from engine.loading.model_loader import load_model
+from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import HYBRID, SPARSE, TINY, make_checkpoint
 from loadtest.microbench import families
 from planner.capacity import capacity, read_shape
@@ -24,9 +25,8 @@ from planner.report import facts
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.test_gptq_awq_fp8 import ALL, make
 
-built = pytest.mark.skipif(
-    kernels.serving(torch.device("cpu")) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
-)
+BUILT = kernels.serving(torch.device("cpu")) != kernels.REFERENCE
+built = pytest.mark.skipif(not BUILT, reason="not built: python -m engine.kernels.build")
 
 
 UNKNOWN = {"kimi-linear"}  # whose states only a worker knows
@@ -39,13 +39,24 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.runner.traced_forward.install", lambda model: "by modules")
 
 
+def weights_equal(folder: Path, *formats: str) -> ModelRunner:
+    """What the planner promises is what a worker keeps, in each of these formats. The model in the last one."""
+    shape = read_shape(folder)
+    for weights in formats:
+        model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
+        planned = shape.weight_bytes("float32", weights)
+        assert planned == pytest.approx(model.weight_bytes, rel=1e-3)  # buffers are a parameter on disk
+    return model
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("family", [f"tiny-{family}" for family in sorted(TINY)])
-def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: str) -> None:
-    """Heads, head sizes and latents are read right: the block is as large as the one that the probe finds."""
+def test_bytes_of_blocks_and_weights_and_parameters_equal_the_engines(tmp_path: Path, family: str) -> None:
+    """Heads, head sizes and latents are read right: the block is as large as the one that the probe finds. So are the
+    products, which a format changes."""
     make_checkpoint(tmp_path, family, dtype="float32")
     shape = read_shape(tmp_path)
-    model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    model = weights_equal(tmp_path, *(("int4", "checkpoint") if BUILT else ("checkpoint",)))
     assert shape.block_bytes(16, "float32") == model.block_bytes(16)
     for kv_dtype in ("int8", "fp8"):
         model.kv_dtype = kv_dtype
@@ -115,24 +126,36 @@ def test_weights_that_are_not_served_do_not_count(tmp_path: Path) -> None:
     assert read_shape(tmp_path) == before
 
 
+# Plain layers, experts, and products that are stored the other way round.
+SOME = ("tiny-llama", "tiny-qwen3-moe", "tiny-gpt2")
+
+
 @built
-@pytest.mark.parametrize("family", [f"tiny-{family}" for family in sorted(TINY)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.usefixtures("unchecked")
-def test_weight_bytes_equal_the_engines(tmp_path: Path, family: str, tied: bool) -> None:
-    """In every format, and with a tied head too: what the planner promises is what a worker keeps. A tied head is one
-    more product, which a format changes as it changes the others."""
-    make_checkpoint(tmp_path, family, dtype="float32", tie_word_embeddings=tied)
-    shape = read_shape(tmp_path)
-    for weights in ("checkpoint", "int4") if tied else ("checkpoint", *BITS):
-        model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
-        planned = shape.weight_bytes("float32", weights)
-        assert planned == pytest.approx(model.weight_bytes, rel=1e-3)  # buffers are a parameter on disk
+def test_weight_bytes_equal_the_engines_in_every_format(tmp_path: Path, family: str) -> None:
+    """int4 and the checkpoint's own are above, of every family."""
+    make_checkpoint(tmp_path, family, dtype="float32")
+    weights_equal(tmp_path, *(BITS.keys() - {"int4"}))
 
 
 @built
-@pytest.mark.parametrize("shape", ["tiny-qwen2", "tiny-qwen3-moe"])
-@pytest.mark.parametrize("kind", sorted(ALL))
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.usefixtures("unchecked")
+def test_a_tied_head_is_one_more_product(tmp_path: Path, family: str) -> None:
+    """Which a format changes as it changes the others."""
+    make_checkpoint(tmp_path, family, dtype="float32", tie_word_embeddings=True)
+    weights_equal(tmp_path, "checkpoint", "int4")
+
+
+@built
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, "tiny-qwen2") for kind in sorted(ALL)),
+        *((kind, "tiny-qwen3-moe") for kind in ("awq", "fp8", "gptq-4", "gptq-4-asymmetric", "torchao-int4")),
+    ],
+)
 @pytest.mark.usefixtures("unchecked")
 def test_bytes_of_a_quantised_checkpoint_equal_the_engines(tmp_path: Path, shape: str, kind: str) -> None:
     """As they are served, not as they are stored: with zeros of their own, 4 bits take 8, and experts are dense."""

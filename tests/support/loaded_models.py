@@ -48,8 +48,13 @@ class LoadedModels:
 
 
 def _key(path: str, options: dict[str, Any]) -> Hashable:
-    """Equal where the same would be loaded: the same files and options, by the same operators."""
-    files = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(Path(path).iterdir())]
+    """Equal where the same would be loaded: the same files and options, by the same operators. A copy of a folder, as
+    shutil.copytree makes it, with another tokenizer or chat template is the same model."""
+    files = [
+        (file.name, file.stat().st_mtime_ns, file.stat().st_size)
+        for file in sorted(Path(path).iterdir())
+        if not file.name.startswith("tokenizer") and file.suffix != ".jinja"
+    ]
     given = {name: str(value) for name, value in options.items() if name not in ("progress", "cache")}
     order = kernels.sum_order(options["device"], options["dtype"])
-    return path, tuple(files), tuple(sorted(given.items())), kernels.serving(options["device"]), order
+    return tuple(files), tuple(sorted(given.items())), kernels.serving(options["device"]), order
