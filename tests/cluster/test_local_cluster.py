@@ -414,7 +414,17 @@ def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert lines == []
 
 
-def start_up(*before: str) -> tuple[subprocess.Popen[str], str]:
+@pytest.fixture
+def ups() -> Iterator[list[subprocess.Popen[str]]]:
+    """Those that a test starts. What a failed test leaves would run beside all tests after it."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for up in started:
+        up.kill()  # its guard ends the rest
+        up.communicate()
+
+
+def start_up(ups: list[subprocess.Popen[str]], *before: str) -> tuple[subprocess.Popen[str], str]:
     """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if nohup runs the tests
     try:
@@ -428,6 +438,7 @@ def start_up(*before: str) -> tuple[subprocess.Popen[str], str]:
         )
     finally:
         signal.signal(signal.SIGHUP, inherited)
+    ups.append(up)
     assert up.stdout
     line = up.stdout.readline()
     if not line.startswith("ready "):
@@ -436,16 +447,15 @@ def start_up(*before: str) -> tuple[subprocess.Popen[str], str]:
     return up, line.split()[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_in_a_terminal_or_its_end_drains_and_returns_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+def test_ctrl_c_in_a_terminal_drains_and_returns_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
 ) -> None:
     """The signal reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly. Where
     the logs of every run are asked for, they are kept."""
     monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
-    up, target = start_up()
+    up, target = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
-    os.killpg(up.pid, number)
+    os.killpg(up.pid, signal.SIGINT)
     out, err = up.communicate(timeout=SOON_S)
     assert up.returncode == 0, err
     assert out == ""
@@ -460,9 +470,9 @@ def test_ctrl_c_in_a_terminal_or_its_end_drains_and_returns_zero(
     assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
 
 
-def test_under_nohup_it_outlives_its_terminal() -> None:
+def test_under_nohup_it_outlives_its_terminal(ups: list[subprocess.Popen[str]]) -> None:
     """A SIGHUP that was ignored before it started stays ignored; SIGTERM ends it as always."""
-    up, target = start_up("nohup")
+    up, target = start_up(ups, "nohup")
     os.killpg(up.pid, signal.SIGHUP)
     assert answers(target)
     up.terminate()
@@ -472,27 +482,33 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
         assert f"{worker_id}: stopped" in err, err
 
 
-def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that needs its whole grace is cut off when asked twice, and still nothing is left."""
+def test_the_end_of_the_terminal_drains_and_a_second_signal_ends_the_grace(
+    monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
+) -> None:
+    """SIGHUP reaches the whole group, and the orderly stop begins all the same; a worker that needs its whole grace is
+    cut off when asked twice, and still nothing is left."""
     monkeypatch.setenv("FAKE_BUSY", "decode")
-    up, _ = start_up()
+    up, _ = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
     assert up.stderr
-    up.terminate()
+    os.killpg(up.pid, signal.SIGHUP)
     while "router-0: stopped" not in (line := up.stderr.readline()):
         assert line, "ended after one signal"
     up.terminate()  # the default grace is 30 s, more than this test waits
     _, err = up.communicate(timeout=SOON_S)
     assert up.returncode == 0, err
+    assert "died" not in err, err
     assert "cut off" in err
     assert [process for process in processes if process.is_running()] == []
 
 
-def test_sigkill_of_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigkill_of_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
+) -> None:
     """However `tandem up` ends: no process, no port, no shared memory, no folder within seconds. The guard keeps the
     logs, where that is asked for."""
     monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
-    up, target = start_up()
+    up, target = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
     assert len(processes) >= 8
     up.kill()

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 
 from engine import kernels
 from engine.kernels.weight_cache import KEPT
-from loadtest.harness.random_checkpoints import make_checkpoint
 from tandem.client import Client
 from tandem.cluster_results import Worker
 from tests.support import oracle
@@ -291,40 +290,19 @@ def test_a_killed_router_ends_its_own_streams_and_no_others(cluster: Up, tiny: P
         wait_until(lambda: client.audit().balanced, 10, client.audit)
 
 
-def test_sigterm_drains_and_leaves_nothing(cluster: Up) -> None:
-    """Exit code 0, and no process, no shared memory, no port afterwards."""
+def test_sigkill_leaves_nothing(cluster: Up) -> None:
+    """Nobody gets to clean up, and still everything ends: no process, no shared memory, no port afterwards. The last
+    test of the shared cluster; tests/loadtest/test_bench.py and test_hosts.py have the orderly end."""
     assert len(cluster.marked()) > 3
-    cluster.process.signal(signal.SIGTERM)
-    assert cluster.process.popen.wait(60) == 0, cluster.process.text()
+    cluster.process.signal(signal.SIGKILL)
+    cluster.process.popen.wait(30)
     cluster.assert_nothing_left(30)
 
 
-def test_sigkill_leaves_nothing_either(tiny: Path) -> None:
-    """Nobody gets to clean up, and still everything ends."""
-    with up(tiny) as running:
-        running.process.wait_for("ready ", 120)
-        assert len(running.marked()) > 3
-        running.process.signal(signal.SIGKILL)
-        running.process.popen.wait(30)
-        running.assert_nothing_left(30)
-
-
-def truncated(folder: Path) -> None:
-    make_checkpoint(folder, "tiny-llama")
-    weights = next(folder.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:2000])
-
-
-@pytest.mark.parametrize("prepare", [None, truncated], ids=lambda one: getattr(one, "__name__", "missing"))
-def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(
-    tmp_path: Path, prepare: Callable[[Path], None] | None
-) -> None:
-    """Refused before or by the workers (tests/engine/test_refusals.py has every reason): non-zero exit, one sentence,
-    nothing left."""
-    folder = tmp_path / "model"
-    if prepare:
-        prepare(folder)
-    with up(folder) as running:
+def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(tmp_path: Path) -> None:
+    """Non-zero exit, one sentence, nothing left. A refusal by the workers is in tests/cluster/test_local_cluster.py,
+    every reason of one in tests/engine/test_refusals.py."""
+    with up(tmp_path / "model") as running:
         assert running.process.popen.wait(90) != 0
         running.process.kill()
         errors = [line for line in running.process.output if line.startswith("error:")]
