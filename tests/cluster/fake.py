@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,7 +99,7 @@ async def start(
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
     say(f"on {settings.host}, device {settings.device}, GPU {gpu}, {settings.host_workers} workers here")
     if os.environ.get("FAKE_REFUSE") == role:
-        why = RuntimeError(open(os.devnull))  # as libraries raise them: it cannot be sent to another process
+        why = RuntimeError(threading.Lock())  # as libraries have them: it cannot be sent to another process
         raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model") from why
     if os.environ.get("FAKE_CRASH") == role:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,7 @@
 """Three hosts for real, as namespaces that the test makes, started by the commands of docs/ray.md: the tokens are one
 host's, whatever becomes of a host in the middle.
 
-`python -m loadtest hosts` has what takes longer: loss, delay, a slow link, long cuts, frozen hosts and those that
-return, a lost head. tests/journey/test_kill.py freezes a worker.
+`python -m loadtest hosts` has what takes longer: loss, delay, a slow link, long cuts, hosts that return, a lost head.
 """
 
 from __future__ import annotations
@@ -123,16 +122,19 @@ def test_the_tokens_are_one_hosts_and_each_worker_is_where_the_page_says(cluster
     balanced(cluster, {"prefill-0", "decode-0", "decode-1"})
 
 
-def test_a_host_that_is_cut_in_mid_stream_costs_no_token(cluster: RayHosts, undisturbed: list[list[int]]) -> None:
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+def test_a_host_that_is_cut_or_frozen_in_mid_stream_costs_no_token(
+    cluster: RayHosts, undisturbed: list[list[int]], fault: str
+) -> None:
     """Noticed within the documented time; the host is used again when it is back."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
     host = cluster.hosts[busiest(cluster)[0]]
     try:
-        strike(streams, host.cut)
+        strike(streams, host.cut if fault == "cut" else host.freeze)
         finish(cluster, streams, undisturbed)
     finally:
-        host.join()
+        host.join() if fault == "cut" else host.thaw()
     assert max(stream.receipt["attempts"] for stream in streams) in (2, 3)  # the host of the prefill worker, too
     assert max(stream.silence_s for stream in streams) < NOTICED_S
     balanced(cluster, {"prefill-0", "decode-0", "decode-1"})

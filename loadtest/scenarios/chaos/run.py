@@ -273,7 +273,7 @@ def main(
     results: Json = None,
 ) -> int:
     if quick:
-        plan = replace(plan, minutes=0.2, requests=12, at_once=4, every=2.0, calm=0.0)
+        plan = replace(plan, minutes=0.1, requests=12, at_once=4, every=2.0, calm=0.0)
     faults, tally, began = names(only, FAULTS), Tally(), monotonic()
 
     def say(text: str) -> None:
