@@ -1,5 +1,5 @@
-"""Captured decode steps of models with recurrent layers, on CPU: logits, pages and states have the bits of the uncaptured
-step."""
+"""Decode steps of models with recurrent layers, captured on CPU: logits, pages and states have the bits of the step
+that is not captured."""
 
 from __future__ import annotations
 

@@ -80,13 +80,6 @@ def likeliest(folder: Path, prompt: list[int], answer: list[int]) -> list[int]:
     return [int(token) for token in found.argmax(-1)]
 
 
-def chosen(folder: Path, prompt: list[int], answer: list[int]) -> list[int]:
-    """The token that transformers chooses at each place of an answer, after the prompt and the answer before it: equal
-    to the answer if, and only if, that is the greedy one. One forward, in place of one for each token."""
-    rows = logits(folder, [*prompt, *answer])[len(prompt) - 1 : -1]
-    return [int(token) for token in rows.argmax(dim=-1)]
-
-
 def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     vocab = vocab_size(folder)
