@@ -1,7 +1,7 @@
 """Several transports over the same memory, one of which each pair of workers uses: `transport` = auto.
 
-A worker describes itself as of the default transport, and says which others it has. So it can be paired with a worker
-that has the default only. Which one a pair uses is pair_choice.py's; a read never changes its transport on the way.
+A worker's description names the default transport, and in `also` the others, so it can pair with a worker that has only
+the default. pair_choice.py chooses the transport of a pair; a read never changes its transport.
 
     connect, read ─fails─▶ the caller refuses the source, and connects again ─fails─▶ the pair's other transport
     compare       ─▶ both are measured, also one that had failed
@@ -22,7 +22,7 @@ from tandem.errors import IncompatibleLayout, TandemError, TransferFailed, Worke
 
 log = logging.getLogger(__name__)
 
-FAILURES = 2  # one after the other, until the pair uses another transport
+FAILURES = 2  # in a row, until the pair uses another transport
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Pair:
     """One incarnation of a source."""
 
     peer: Peer  # as last connected
-    kinds: list[str]  # what both workers have, the default first
+    kinds: list[str]  # the transports of both workers, the default first
     connected: set[str] = field(default_factory=set)
     measured: dict[str, float] = field(default_factory=dict)
     failures: int = 0
@@ -43,7 +43,7 @@ class _Pair:
         if self.failures >= FAILURES and len(self.kinds) > 1:
             self.failures = 0
             self.measured[kind] = 0.0
-            if not any(self.measured.get(other) != 0.0 for other in self.kinds):  # each gets its turn again
+            if not any(self.measured.get(other) != 0.0 for other in self.kinds):  # try the others again
                 self.measured = {kind: 0.0}
             log.warning("%s", self.choice().why)
 
@@ -75,7 +75,7 @@ class AutoTransport:
 
     @property
     def under_way(self) -> tuple[Hashable, float] | None:
-        """Of the only transport that has a thread which drives all its pairs."""
+        """That of NIXL, the only transport with a thread that drives all its pairs."""
         return next((work for one in self._transports.values() if (work := one.under_way) is not None), None)
 
     def peer(self) -> Peer:
@@ -100,7 +100,7 @@ class AutoTransport:
         if pair is None:
             raise WorkerLost(f"{peer.agent_name} is not connected")
         kind = pair.choice().kind
-        if kind not in pair.connected:  # chosen since
+        if kind not in pair.connected:  # the choice has changed since the pair connected
             await self._connect(pair, kind, STALL_S)
         try:
             stats = await self._transports[kind].read(_as(peer, kind), pairs, stall, failing)
@@ -112,8 +112,8 @@ class AutoTransport:
         return stats
 
     async def compare(self, peer: Peer, blocks: Sequence[int], stall: float = STALL_S) -> float:
-        """As measure_link, of every transport that both workers have, one after the other. Returns the bytes per second
-        of the one that the pair then uses. Raises what the default raises if none works."""
+        """Runs measure_link for each transport that both workers have, one after another. Returns the bytes per second
+        of the one that the pair then uses. If none works, raises the error of the default."""
         pair = self._pair(peer)
         errors: list[TandemError] = []
         measured: dict[str, float] = {}
@@ -121,7 +121,7 @@ class AutoTransport:
             try:
                 measured[kind] = await measure_link(self._transports[kind], _as(peer, kind), blocks, stall)
                 pair.connected.add(kind)
-            except (TransferFailed, IncompatibleLayout) as error:  # NCCL wants the same kind of memory on both sides
+            except (TransferFailed, IncompatibleLayout) as error:  # NCCL needs the same kind of memory on both sides
                 measured[kind] = 0.0
                 errors.append(error)
         pair.measured, pair.failures = measured, 0
@@ -135,7 +135,7 @@ class AutoTransport:
         return pair.choice().why if pair else ""
 
     def one_sided(self, peer: Peer) -> bool:
-        """By all of the pair's transports: its choice may change before the next read."""
+        """Whether all of the pair's transports are: the choice may change before the next read."""
         return all(self._transports[kind].one_sided(_as(peer, kind)) for kind in self._kinds(peer))
 
     def link(self, peer: Peer) -> str:
@@ -160,7 +160,7 @@ class AutoTransport:
         pair.connected.add(kind)
 
     def _pair(self, peer: Peer) -> _Pair:
-        """Of a source that is being connected. Raises IncompatibleLayout."""
+        """The pair with a source that is being connected. Raises IncompatibleLayout."""
         kinds = self._kinds(peer)
         pair = self._pairs.setdefault(peer.agent_name, _Pair(peer, kinds))
         if pair.peer != peer:  # its default transport had to restart
@@ -187,7 +187,7 @@ class AutoTransport:
     # ---- both
 
     def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
-        """By NCCL, whose sources act; without it the default refuses."""
+        """NCCL answers, whose sources act; without NCCL the default refuses."""
         acting = [transport for transport in self._transports.values() if transport.kind == "nccl"]
         return (acting or [self._default])[0].answer(messages)
 
@@ -200,17 +200,18 @@ class AutoTransport:
 
     def close(self) -> None:
         self._pairs.clear()
-        with ExitStack() as stack:  # all of them, whatever one raises
+        with ExitStack() as stack:  # all are closed, even if one raises
             for transport in self._transports.values():
                 stack.callback(transport.close)
 
     def _broke(self, transport: Transport) -> None:
-        """On that transport's thread. Its memory may still be written, so the others must not serve on."""
+        """Called on that transport's thread. The memory may still be written, so the other transports must stop,
+        too."""
         self.broken = transport.broken
         if self.on_broken is not None:
             self.on_broken()
 
 
 def _as(peer: Peer, kind: str) -> Peer:
-    """The description for one of its transports. Only that of the default has metadata."""
+    """The peer's description for one of its transports. Only the default has metadata."""
     return replace(peer, transport=kind, also=(), metadata=peer.metadata if kind == peer.transport else b"")

@@ -1,4 +1,4 @@
-"""Makes the transport that the settings name. Apart from the interface, so that a backend may import that."""
+"""Makes the transport that the settings name. It is separate from the interface, which backends import."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_transport(
 
 
 def _auto(region: Region, worker_id: str, incarnation: str, layout_hash: str, host: str) -> Transport:
-    """Of the transports that can be made here, the default first. Raises what the default raises if none can."""
+    """Combines the transports that work here, the default first. If none does, raises the error of the default."""
     made: list[Transport] = []
     errors: list[TandemError] = []
     for kind in ("nixl", "nccl"):

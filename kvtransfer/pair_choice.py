@@ -1,11 +1,11 @@
-"""Which transport a pair of workers uses, of those that both have. Pure."""
+"""Chooses the transport of a pair of workers among those that both have. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-FASTER = 1.2  # another transport must be this much faster than the default: measurements differ by less
+FASTER = 1.2  # another transport must be this much faster than the default; measurements vary by less
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Choice:
 
 
 def choose(kinds: Sequence[str], measured: Mapping[str, float]) -> Choice:
-    """`kinds` is what both workers have, the default first and never empty. `measured` is in bytes per second, 0 for a
-    transport that failed; one that is not in it has not been tried."""
+    """`kinds` are the transports of both workers, the default first, at least one. `measured` is in bytes per second, 0
+    for a transport that failed; a missing one has not been tried."""
     default = kinds[0]
     if len(kinds) == 1:
         return Choice(default, f"{default}: the only transport that both workers have")
@@ -24,7 +24,7 @@ def choose(kinds: Sequence[str], measured: Mapping[str, float]) -> Choice:
     working = [kind for kind in kinds if kind not in failed]
     if not working:
         return Choice(default, f"{default}: the default; {' and '.join(failed)} failed")
-    # Without a figure only the order counts.
+    # Transports without a measurement compare by order.
     best = max(working, key=lambda kind: (measured.get(kind, 0.0), -kinds.index(kind)))
     if working[0] == default and measured.get(best, 0.0) < FASTER * measured.get(default, float("inf")):
         best = default

@@ -23,15 +23,15 @@ from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer
 
 log = logging.getLogger(__name__)
 
-# How often one part is read at most, if reading it fails. Bytes that arrive and are wrong are not read again.
+# Maximum number of reads of one part if reads fail. Wrong bytes are not read again.
 READ_ATTEMPTS = 2
 
-# Parts that are read at a time: the next one moves while the last one is verified. More would let each end later.
+# Parts that are read at a time: one moves while the previous one is verified. With more, each would end later.
 READS_AT_ONCE = 2
 
 
 class Reads(Protocol):
-    """What a Receiver needs of a Transport; see there."""
+    """The methods of Transport that a Receiver needs."""
 
     async def read(
         self, peer: Peer, pairs: Sequence[Pair], stall: float, failing: Callable[[TandemError], None] | None = None
@@ -105,7 +105,7 @@ class Receiver:
 
     @property
     def error(self) -> TandemError | None:
-        """What went wrong first, if anything has."""
+        """The first error, if there is one."""
         return self._error
 
     async def add(self, ready: Sequence[ReadyBlock]) -> None:
@@ -161,7 +161,7 @@ class Receiver:
         for task in self._tasks:
             task.cancel()
         while self._tasks:
-            # A cancelled read ends only when its memory is safe; see Transport.read. So may this, and no earlier.
+            # A cancelled read ends only when its memory is safe (Transport.read), and so must `abort`.
             try:
                 await asyncio.wait(set(self._tasks), timeout=self._stall)
             except asyncio.CancelledError as error:
@@ -213,7 +213,8 @@ class Receiver:
         self._landed.update(block.index for block in ready)
 
     async def _verified(self, ready: list[ReadyBlock]) -> int | None:
-        """Not left before it has ended: whoever gives the digests may also move the blocks to where they belong."""
+        """Does not return before the digests are computed, because computing them may also convert the blocks into the
+        local ones."""
         check = asyncio.ensure_future(asyncio.to_thread(self._first_wrong, ready))
         try:
             return await asyncio.shield(check)
@@ -229,8 +230,8 @@ class Receiver:
                 if self._error:
                     raise
                 log.warning("transfer %s: %s; reading again", self.ticket.transfer_id, error)
-            # Not connected again: the transport makes a failed connection anew, and a peer that was replaced by its
-            # next incarnation meanwhile must not take that one's place.
+            # No `connect` here: the transport restores a failed connection, and a peer whose next incarnation has
+            # connected meanwhile must not replace that one.
             self._retries += 1
         return await self._read_once(pairs)
 

@@ -1,8 +1,7 @@
-"""The prefill side's book of open transfers. It keeps no blocks alive itself and does no I/O.
+"""The prefill side's ledger of open transfers. It does not hold blocks and does no I/O.
 
-The owner of the blocks (the engine) must hold every announced block, unchanged, until the book hands its id back:
-`release` and `revoke_ticket` return the ids, and only then may they be freed. Both take the ticket out of the book
-under one lock first, so after either of them no later call can succeed for the same blocks.
+The engine must hold every announced block, unchanged, until `release` or `revoke_ticket` returns its id; only then may
+it be freed. Both first remove the ticket under one lock, so no later call can succeed for the same blocks.
 
     open ──announce*──▶ release       ─▶ ids to free    the sink read them and they were held until now
                   └───▶ revoke_ticket ─▶ ids to free    the stream ended, was cancelled, or the engine was reset
@@ -22,7 +21,7 @@ from tandem.errors import InternalError, InvalidRequest, StaleTransfer
 # part are computed while the last one moves. 64 MiB take some 7 ms to digest.
 PART_BYTES = 64 << 20
 
-# Ends of transfers that are remembered, only for the error to name why a ticket is dead.
+# Ended transfers that are remembered, so that the error for a dead ticket has the reason.
 MAX_REMEMBERED_ENDS = 1024
 
 
@@ -82,8 +81,8 @@ class Sender:
             return self._end(ticket.transfer_id, "released")
 
     def revoke_ticket(self, ticket: Ticket, why: str) -> tuple[int, ...]:
-        """Ends the transfer and returns its block ids, now free; none if it has ended already. Leaves a later transfer
-        of the same id alone."""
+        """Ends the transfer and returns its block ids, now free; none if it has ended already. A later transfer with
+        the same id is not affected."""
         with self._lock:
             entry = self._entries.get(ticket.transfer_id)
             return self._end(ticket.transfer_id, why) if entry and entry.ticket == ticket else ()

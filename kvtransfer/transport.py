@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 # (block in the peer's region, block in the local one)
 Pair = tuple[int, int]
 
-# One posted transfer is at most this long (or one block), so that readers take turns, a cancelled one ends soon, and a
-# slow link still completes one well within STALL_S.
+# Bytes of one posted transfer, or one block: readers take turns, a cancelled read ends soon, and a slow link completes
+# a transfer well within STALL_S.
 BATCH_BYTES = 4 << 20
 
 # Seconds without progress after which connecting to a peer has failed.
@@ -30,7 +30,8 @@ STUCK_REPORT_S = 5.0
 
 T = TypeVar("T")
 
-# Opens a link to a peer: takes the messages to it, gives those from it. It ends when either side ends it, or dies.
+# Opens a link to a peer: takes the messages to it, yields the messages from it. It ends when either side ends it or
+# dies.
 Dial = Callable[[Peer, AsyncIterator[LinkMessage]], AsyncGenerator[LinkMessage, None]]
 
 
@@ -88,8 +89,8 @@ class Transport(Protocol):
         """
 
     def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
-        """The source's side of a link that a decode worker has dialled: what comes in are its messages, what comes out
-        are those to it. The link ends with either.
+        """The source's side of a link that a decode worker has dialled: takes its messages, yields the messages to it.
+        The link ends with either.
 
         Raises PreconditionFailed in a transport whose sources do not act, StaleTransfer (meant for another incarnation,
         or older than a link of the same worker), IncompatibleLayout, InvalidRequest and TransferFailed.
@@ -99,7 +100,7 @@ class Transport(Protocol):
         """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
 
     def one_sided(self, peer: Peer) -> bool:
-        """Whether reads from this peer are known to work without its taking part; if so, it need not be `serving`."""
+        """Whether reads from this peer are known to work without its participation; if so, it need not be `serving`."""
 
     def link(self, peer: Peer) -> str:
         """The path of reads from this peer, such as "nixl:ucx:cma"; ends in "unknown" if it was not observed."""
@@ -109,7 +110,7 @@ class Transport(Protocol):
         host, and if it was not observed."""
 
     def why(self, peer: Peer) -> str:
-        """Why reads from this peer go over the transport that they do; empty where the settings name it."""
+        """Why reads from this peer use their transport; empty if the settings name it."""
 
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
@@ -182,9 +183,9 @@ def batches(pairs: Sequence[Pair], block_bytes: int) -> list[list[Pair]]:
 
 
 async def settle(future: asyncio.Future[T], what: str) -> None:
-    """Waits until `future` is done, whatever its result, and does not let itself be cancelled meanwhile.
+    """Waits until `future` is done, whatever its result, and cannot be cancelled meanwhile.
 
-    For the end of a read: memory that may still be written must not be given back, so leaving early is not an option.
+    Used for the end of a read: memory that may still be written must not be returned.
     """
     cancelled = False
     while not future.done():
@@ -196,6 +197,6 @@ async def settle(future: asyncio.Future[T], what: str) -> None:
         if not done:
             log.error("%s is still in flight; its blocks stay reserved", what)
     if not future.cancelled():
-        future.exception()  # the caller is leaving; whatever ended the read needs no second report
+        future.exception()  # the caller was cancelled; the read's error needs no second report
     if cancelled:
         raise asyncio.CancelledError

@@ -14,9 +14,9 @@ import xxhash
 
 from tandem.errors import IncompatibleLayout, InvalidRequest
 
-# Blocks in the region, each with its context -> their digests; how Sender and Receiver read blocks.
+# Blocks in the region with their contexts -> their digests; the function with which Sender and Receiver digest blocks.
 DigestBlocks = Callable[[Sequence[tuple[int, bytes]]], Sequence[bytes]]
-# Blocks in the region -> of each what its digest covers.
+# Blocks in the region -> the content of each that its digest covers.
 ReadBlocks = Callable[[Sequence[int]], Sequence[memoryview | bytes]]
 
 
@@ -29,7 +29,7 @@ class Region:
     block_bytes: int
     device: int = 0
     memory: str = "dram"
-    # An unused block. Warm-up reads land there; in device memory the link cannot be learnt without one.
+    # An unused block, the target of warm-up reads; in device memory the link cannot be detected without one.
     spare_block: int | None = None
     # The owner of the memory (a tensor, an array): it must live as long as a peer may read from here.
     keepalive: object = field(default=None, repr=False, compare=False)
@@ -71,7 +71,7 @@ class Peer:
 
 
 def agent_name(worker_id: str, incarnation: str) -> str:
-    """Differs after a restart, because NIXL refuses new metadata under a known name."""
+    """It differs after a restart, because NIXL refuses new metadata under a known name."""
     return f"{worker_id}@{incarnation}"
 
 
@@ -114,8 +114,8 @@ class ReadStats:
 @dataclass(frozen=True)
 class LinkOpen:
     """The first message of a link: which decode worker wants to read from which source. `epoch` counts the links that
-    the decode worker has made; a link with a lower one is over. `secret` proves to each side that whoever answers on
-    the data connection is who it speaks to here."""
+    the decode worker has made; a link with a lower one is over. `secret` proves to each side that the data connection
+    has the same peer."""
 
     worker_id: str
     incarnation: str
@@ -127,7 +127,7 @@ class LinkOpen:
 
 @dataclass(frozen=True)
 class LinkEntry:
-    """What one side's process group has to tell the other's while they are made."""
+    """A key that one side's process group sends to the other's while they form."""
 
     key: str
     value: bytes
@@ -148,9 +148,9 @@ LinkMessage = LinkOpen | LinkEntry | SendBlocks
 def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
     """16 bytes: xxh3_128 over the length of the context, the context and the whole block.
 
-    The context (the block's chained hash) makes right bytes in the wrong place fail as well. The whole block counts,
-    also where the last one is only partly written, so a source must not touch it between announcement and release.
-    Not keyed: it finds corruption and mix-ups, it does not stop a malicious worker.
+    With the context (the block's chained hash) correct bytes in a wrong place fail as well. The digest covers the whole
+    block, even a partly filled last one, so a source must not touch it between announcement and release. It is not
+    keyed: it finds corruption and mix-ups but does not stop a malicious worker.
     """
     state = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
     state.update(view)
@@ -158,7 +158,7 @@ def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
 
 
 def digests(read: ReadBlocks) -> DigestBlocks:
-    """The digests of blocks whose contents `read` gives: all their bytes, or what stands for them."""
+    """Digests of blocks whose content `read` returns: all their bytes, or the sums of a GPU."""
 
     def of(blocks: Sequence[tuple[int, bytes]]) -> list[bytes]:
         views = read([block for block, _ in blocks])

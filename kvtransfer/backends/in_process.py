@@ -41,7 +41,7 @@ class InProcessTransport:
 
     @property
     def under_way(self) -> None:
-        """It has no thread that could hang."""
+        """There is no thread that could hang."""
         return None
 
     def peer(self) -> Peer:

@@ -1,4 +1,4 @@
-"""The network devices of this host, from Linux's sysfs, and whether KV goes over the slow one."""
+"""The network devices of this host, from Linux's sysfs, and whether KV uses a slow one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ACTIVE = "ACTIVE"  # of an RDMA port's state, as in "4: ACTIVE"
 
 
 def why_slow(link: str, devices: str, sysfs: Path = SYSFS) -> str:
-    """A sentence where this host has a faster device for reads than the one that they take; otherwise empty.
+    """A sentence if this host has a faster device than the one that reads use; otherwise empty.
 
     `link` is as in Transport.link, `devices` as in Transport.device. The host of the other worker is not examined. RDMA
     devices have not been tried.
@@ -37,7 +37,7 @@ def why_slow(link: str, devices: str, sysfs: Path = SYSFS) -> str:
 
 
 def _ethernet(folder: Path) -> dict[str, float]:
-    """Mbit/s of each device that is up; virtual ones have no speed, or one that means nothing."""
+    """Mbit/s of each device that is up; virtual devices have no speed, or a meaningless one."""
     speeds: dict[str, float] = {}
     for device in folder.glob("*"):
         speed = _text(device / "speed")
@@ -58,7 +58,7 @@ def _rdma(folder: Path) -> dict[str, float]:
 
 
 def _text(path: Path) -> str:
-    """Empty where the kernel does not tell."""
+    """The file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,5 +1,5 @@
-"""The NIXL agent over one region: its start and end, descriptors, and single transfers. Every NIXL call of the project
-is in this file, and all of them are made on one thread (nixl_owner.py), because NIXL is not thread-safe.
+"""The NIXL agent over one region: its start and end, descriptors, and single transfers. Only this file calls NIXL, and
+only on one thread (nixl_owner.py), because NIXL is not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WARM_UP_BYTES = 64
 
 
 def _load_nixl() -> Any:
-    """The NIXL module, without what importing it does to the process's logging."""
+    """Imports NIXL and restores the process's logging, which the import changes."""
     raise_exceptions = logging.raiseExceptions
     import nixl._api as nixl_api
 
     logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")
-    # It logs to stdout by default, which belongs to the user's own output.
+    # NIXL logs to stdout by default, which is for the user's output.
     nixl_logger.handlers.clear()
     nixl_logger.propagate = True
     nixl_logger.setLevel(logging.WARNING)
@@ -37,14 +37,14 @@ def _load_nixl() -> Any:
 
 
 class NixlAgent:
-    """Can be started again after `destroy`, as another agent of the same name."""
+    """After `destroy` it can be started again, as a new agent with the same name."""
 
     def __init__(self, name: str, region: Region) -> None:
         self.name = name
         self.region = region
         self.metadata = b""
-        self.errors: tuple[type[Exception], ...] = ()  # what NIXL raises
-        self.disconnected: type[Exception] = Exception  # of them, the one for a connection that has ended
+        self.errors: tuple[type[Exception], ...] = ()  # the exceptions that NIXL raises
+        self.disconnected: type[Exception] = Exception  # the one of these for a connection that has ended
         self._scratch = np.zeros(WARM_UP_BYTES, dtype=np.uint8)
         self._agent: Any = None
         self._registered: list[Any] = []
@@ -93,9 +93,9 @@ class NixlAgent:
         for step in steps:
             try:
                 step()
-            except Exception as error:  # noqa: BLE001, the destructor takes what one step left behind
+            except Exception as error:  # noqa: BLE001, the destructor frees what a failed step left
                 log.warning("closing the NIXL agent %s: %r", self.name, error)
-        # Handles and lists hold the agent too, so every reference has to go before the worker does.
+        # Handles and lists hold references to the agent, too; the UCX worker ends only after the last one.
         steps.clear()
         for remote in remotes:
             ucx_log.drop_endpoint(remote.endpoint)
@@ -126,7 +126,7 @@ class NixlAgent:
             raise IncompatibleLayout(f"{name} has no memory at its address: {error}", field="address") from error
 
     def remove(self, remote: Remote) -> None:
-        """Forgets a peer from which nothing is in flight."""
+        """Forgets a peer. No transfer from it may be in flight."""
         dlist, name = remote.dlist, remote.peer.agent_name
         ucx_log.drop_endpoint(remote.endpoint)
         remote.unmet()
@@ -139,7 +139,7 @@ class NixlAgent:
             log.warning("the NIXL agent %s could not remove %s: %s", self.name, name, error)
 
     def set_details(self, wanted: bool) -> None:
-        """Whether UCX logs how it connects, from which the link's name follows."""
+        """Whether UCX logs how it connects, which gives the link's name."""
         if self._details != wanted:
             self._details = wanted
             ucx_log.details(wanted)

@@ -3,8 +3,8 @@ memory copies inside the call.
 
 NIXL's own progress thread stays off: it polls without rest, one core per agent. The owner thread drives progress
 instead: almost without pause while reads are in flight, every SERVING_PAUSE_S while a transfer from here is open, and
-every IDLE_PAUSE_S otherwise, which is what lets a peer wire up at any time. No call of it waits for the network, so
-peers connect concurrently and one that does not answer delays no other.
+every IDLE_PAUSE_S otherwise, so that a peer can connect at any time. No call on it waits for the network, so peers
+connect concurrently and a silent one delays no other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDLE_PAUSE_S = 20e-3
 # the next should follow at once.
 BUSY_CALL_S = 20e-6
 
-# Seconds that reads may still take when the transport is closed.
+# Seconds that running reads may take when the transport is closed.
 CLOSE_GRACE_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -46,7 +46,7 @@ class OwnerThread:
     def __init__(self, name: str, worker_id: str, region: Region, on_broken: Callable[[TandemError], None]) -> None:
         self.agent = NixlAgent(name, region)
         self.clock = RoundClock()
-        self.reads = NixlReads(self.agent, self.clock)  # of the thread alone, but for `links`
+        self.reads = NixlReads(self.agent, self.clock)  # only for this thread, except `links`
         self.closing = False
         self.broken: TandemError | None = None
         self._name, self._worker_id = name, worker_id
@@ -61,7 +61,7 @@ class OwnerThread:
     # ---- any thread
 
     def start(self) -> None:
-        """Until the agent is there. Raises Unavailable."""
+        """Waits until the agent has started. Raises Unavailable."""
         self._thread.start()
         try:
             self._started.result(START_TIMEOUT_S)
@@ -70,7 +70,8 @@ class OwnerThread:
             raise Unavailable(f"the NIXL agent did not start within {START_TIMEOUT_S:.0f} s") from error
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Runs a short function on the thread. Raises TransferFailed when that is broken, WorkerLost when closed."""
+        """Runs a short function on the thread. Raises TransferFailed if the thread is broken, WorkerLost if it is
+        closed."""
         with self._lock:
             if not self.closing and self.broken is None:
                 self._commands.append(command)
@@ -81,7 +82,7 @@ class OwnerThread:
         raise WorkerLost(f"{self._name} is closed")
 
     def wake(self) -> None:
-        """Begins the next round at once."""
+        """Starts the next round at once."""
         self._wake.set()
 
     @contextmanager
@@ -113,7 +114,7 @@ class OwnerThread:
             if self.agent.region.memory == "vram":
                 _enter_device(self.agent.region.device)
             self.agent.start()
-        except Exception as error:  # noqa: BLE001, it reaches the caller
+        except Exception as error:  # noqa: BLE001, the caller receives it
             failure = Unavailable(f"no NIXL agent can be started: {error!r}")
             failure.__cause__ = error
             self._started.set_exception(failure)
@@ -150,7 +151,7 @@ class OwnerThread:
             self._wake.wait(pause)
 
     def _end(self) -> None:
-        """Stops all reads as after a cancellation, then releases everything."""
+        """Stops all reads like cancelled ones, then releases everything."""
         self.reads.give_up(WorkerLost, f"{self._name} was closed")
         until = time.monotonic() + CLOSE_GRACE_S
         while self.reads.all() and time.monotonic() < until:
@@ -171,15 +172,15 @@ class OwnerThread:
         self.reads.end(error)
         with self._lock:
             commands, self._commands = self._commands, deque()
-        # They run against no agent: reads are refused by `accept`, the rest touch only dictionaries.
+        # They run without an agent: `accept` refuses reads, the others touch only dictionaries.
         for command in commands:
             command()
 
 
 def _enter_device(index: int) -> None:
-    """Makes the pages' GPU the current one of this thread, and with it creates the thread's CUDA context. UCX takes the
-    context of the thread that registers and reads; without one it does not find CUDA memory's fast links (read in the
-    sources of NIXL 1.5 and UCX; not yet run on a GPU)."""
-    import torch  # not above: a transfer between pages in host memory does not need it
+    """Selects the pages' GPU for this thread, which creates the thread's CUDA context. UCX uses the context of the
+    thread that registers and reads; without one it does not find the fast links of CUDA memory (from the sources of
+    NIXL 1.5 and UCX; not yet run on a GPU)."""
+    import torch  # imported here, because KV in host memory does not need it
 
     torch.cuda.set_device(index)

@@ -1,25 +1,24 @@
-"""The reads of one NIXL transport: which batch is posted next, what has ended, stalled or failed, and which peer is
-connected. Runs on the owner thread alone (nixl_owner.py).
+"""The reads of one NIXL transport: which batch is posted next, which reads have ended, stalled or failed, and which
+peers are connected. Runs only on the owner thread (nixl_owner.py).
 
 Why no late write can happen. `release_xfer_handle` on an active read does not stop it, and neither does
-`remove_remote_agent`: measured over TCP, the bytes still land when progress goes on. So a read that is cancelled or has
-failed posts nothing more and waits until what is in flight is done or has failed; over shared memory that is at once,
-because the copy is synchronous. If a hung peer keeps it in flight for longer than ABORT_GRACE_S, the agent is
-destroyed, and with it the UCX worker, its connections and the memory registration that any write needs; a new agent
-takes its place. Reads from other peers pause for that and continue. The reader receives the error before that wait
-(`failing`).
+`remove_remote_agent`: measured over TCP, the bytes still land while progress continues. So a cancelled or failed read
+posts nothing more and waits until its batches in flight have ended; over shared memory that is at once, because the
+copy is synchronous. If a hung peer keeps them in flight for longer than ABORT_GRACE_S, the agent is destroyed, and with
+it the UCX worker, its connections and the memory registration that any write needs; a new agent replaces it. Reads from
+other peers pause meanwhile and continue. The reader receives the error before that wait (`failing`).
 
 A failure affects one read; its connection is re-established as soon as nothing is in flight over it. When a batch
 stalls, the peer is silent and all its reads fail; it accepts no others until that batch has ended.
 
 A transfer whose post failed may have been posted in part, and its handle does not show how far. Over a link that copies
-inside the call, nothing is in flight then, and a connection that has ended has ended its transfers. After any other
-error the peer is treated as silent, and the agent is replaced.
+inside the call, nothing is in flight then, and the end of a connection ends its transfers. After any other error the
+peer is treated as silent, and the agent is replaced.
 
 A known limit (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has
 disconnected dies of "Fatal: unexpected error: Endpoint timeout". This requires a source that made no progress at that
-time. Therefore ABORT_GRACE_S is long, a closing reader ends its reads first, and before the agent is replaced, what
-other reads have in flight is given OTHERS_GRACE_S to land. Over shared memory no request is ever sent.
+time. Therefore ABORT_GRACE_S is long, a closing reader ends its reads first, and before the agent is replaced, the
+batches of other reads have OTHERS_GRACE_S to land. Over shared memory no request is ever sent.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from tandem.errors import TandemError, TransferFailed, WorkerLost
 
 log = logging.getLogger(__name__)
 
-# Seconds that a stopped read may stay in flight before the agent is replaced, and those that the reads of others are
-# then given to land.
+# Seconds that a stopped read may stay in flight before the agent is replaced, and that the reads from other peers then
+# have to land.
 ABORT_GRACE_S = 10.0
 OTHERS_GRACE_S = 2.0
 
 # Links over which a transfer is a copy inside the call that posts it.
 SYNCHRONOUS = frozenset({"cma", "xpmem", "knem"})
 
-# The owner thread's clock advances by at most this much in one round, so that a process which was stopped or starved
-# for seconds looks at its sockets before it takes its peers for silent.
+# The owner thread's clock advances by at most this much in one round, so that a process that was stopped for seconds
+# reads its sockets before it considers its peers silent.
 MAX_ROUND_S = 0.1
 
-# What one call of the owner thread may take before it is taken for hung, and starting an agent: registering a GPU's
-# memory with a network card takes seconds.
+# Seconds after which one call of the owner thread, or the start of an agent, counts as hung: registering a GPU's memory
+# with a network card takes seconds.
 MAX_CALL_S = 2.5
 START_TIMEOUT_S = 60.0
 
@@ -69,7 +68,7 @@ class RoundClock:
 class NixlReads:
     def __init__(self, agent: NixlAgent, clock: RoundClock) -> None:
         self.remotes: dict[str, Remote] = {}  # by agent name
-        self.links: dict[str, str] = {}  # likewise: the path that reads take; read on any thread
+        self.links: dict[str, str] = {}  # likewise: the path of reads; read on any thread
         self.devices: dict[str, str] = {}  # likewise: its network devices
         self._agent = agent
         self._clock = clock
@@ -162,7 +161,8 @@ class NixlReads:
         return worked
 
     def _silence(self, remote: Remote, why: str) -> None:
-        """A batch did not end in time, or its end is unknown. Memory of in-flight batches stays reserved."""
+        """Marks a peer as silent: a batch did not end in time, or its end is unknown. Memory of in-flight batches stays
+        reserved."""
         remote.fail()
         for read in remote.reads:
             read.give_up(TransferFailed(f"a transfer from {remote.peer.agent_name} {why}"), self._clock.now)
@@ -200,7 +200,7 @@ class NixlReads:
         try:
             state = self._agent.state(flight.handle)
         except self._agent.errors as error:
-            # UCX ends all requests of an endpoint that failed, so this one is over too.
+            # UCX ends all requests of a failed endpoint, this one included.
             self._failed(remote, read, f": {error}")
             return True
         if state == "ERR":
@@ -242,7 +242,7 @@ class NixlReads:
     # ---- the end of an agent
 
     def _replace_agent(self, why: str) -> None:
-        """The last resort against a write that cannot be called back. Reads from other peers start again."""
+        """Replaces the agent, the last resort against a late write. Reads from other peers start again."""
         log.warning("replacing the NIXL agent %s: %s", self._agent.name, why)
         began = time.monotonic()
         self._clock.call_s = START_TIMEOUT_S
@@ -263,8 +263,8 @@ class NixlReads:
             read.give_up(kind(why), self._clock.now)
 
     def end(self, error: TandemError) -> None:
-        """Destroys the agent, then answers all readers: not earlier, their memory might still be written. If destroying
-        it raises, the reads do not end."""
+        """Destroys the agent, then answers all readers: not earlier, because their memory might still be written. If
+        the destruction raises, the reads do not end."""
         self._agent.destroy(self.remotes.values())
         for remote in self.remotes.values():
             reads, remote.reads = remote.reads, []

@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Links over which the reader copies by itself: the kernel for cma and xpmem, shared memory, CUDA's own. Everything
-# else, RDMA included until it has been tried, asks the source to make progress.
+# Links over which the reader copies by itself: cma and xpmem (by the kernel), shared memory, CUDA's own. Over all
+# others, RDMA included until it has been tried, the source must make progress.
 ONE_SIDED = frozenset({"cma", "xpmem", "knem", "cuda_ipc"})
 
 
 class NixlTransport:
-    """See Transport. `start` comes before everything else."""
+    """See Transport. Call `start` first."""
 
     kind = "nixl"
 
@@ -50,7 +50,7 @@ class NixlTransport:
         self._connecting: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
 
     def start(self) -> None:
-        """Raises Unavailable when no NIXL agent can be started here."""
+        """Raises Unavailable if no NIXL agent can be started."""
         self._owner.start()
 
     @property
@@ -63,7 +63,7 @@ class NixlTransport:
     async def connect(self, peer: Peer, timeout: float) -> None:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         known, attempt = self._connecting.get(peer.agent_name, (None, None))
-        if attempt is None or known != peer:  # its description changes when its agent is replaced
+        if attempt is None or known != peer:  # a peer's description changes when its agent is replaced
             attempt = asyncio.create_task(self._connect(peer))
             self._connecting[peer.agent_name] = peer, attempt
             attempt.add_done_callback(lambda task: self._connected(peer, task))
@@ -137,7 +137,7 @@ class NixlTransport:
             raise
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Runs a short function in the owner thread."""
+        """Runs a short function on the owner thread."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -151,7 +151,7 @@ class NixlTransport:
         return await asyncio.wrap_future(result)
 
     def _broke(self, error: TandemError) -> None:
-        """On the owner thread."""
+        """Called on the owner thread."""
         self.broken = error
         if self.on_broken is not None:
             self.on_broken()

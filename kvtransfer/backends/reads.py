@@ -16,8 +16,8 @@ from kvtransfer.transport import Pair
 from kvtransfer.types import Peer
 from tandem.errors import TandemError
 
-# Batches in flight from one peer: the next one is on its way while the last one lands. All reads from the peer share
-# them, so that a batch which is posted has at most this many before it, and its age says whether the peer is silent.
+# Batches in flight from one peer: one is on its way while the previous one lands. All reads from the peer share this
+# limit, so a posted batch has few before it, and its age shows whether the peer is silent.
 BATCHES_IN_FLIGHT = 2
 
 
@@ -28,7 +28,7 @@ class Flight:
     handle: Any
     pairs: list[Pair]
     posted_at: float
-    # Posting it failed, perhaps after some of its blocks: they may be written until the agent is gone.
+    # Posting it failed, perhaps after some of its blocks; these may be written until the agent is destroyed.
     unknown: bool = False
 
 
@@ -42,14 +42,14 @@ class Read:
     peer: Peer
     pending: deque[list[Pair]]
     stall: float
-    # Reads a few bytes into memory that is never used for anything: a late write there does no harm.
+    # Reads a few bytes into unused memory, where a late write does no harm.
     warm_up: bool = False
     failing: Callable[[TandemError], None] | None = None
     done: Future[None] = field(default_factory=Future)
     flights: list[Flight] = field(default_factory=list)
     # Set by the reader's thread.
     cancelled: bool = False
-    # Why it posts nothing more, and since when.
+    # Why the read posts nothing more, and since when.
     error: TandemError | None = None
     stopped_at: float = 0.0
     reported: bool = False  # to the reader, by `failing`
@@ -60,14 +60,14 @@ class Read:
             self.pending.clear()
 
     def give_up(self, error: TandemError, now: float) -> None:
-        """As `stop`, but reports the error to the reader at once, since in-flight batches may take long to end."""
+        """As `stop`, but reports the error to the reader at once, because in-flight batches may take long to end."""
         self.stop(error, now)
         if not self.reported and self.failing is not None and self.error is not None:
             self.reported = True
             self.failing(self.error)
 
     def requeue(self) -> None:
-        """Its flights are gone with the agent; they are to be posted again unless the read has failed."""
+        """The agent with its flights was destroyed: posts them again unless the read has failed."""
         if self.error is None:
             self.pending.extendleft(flight.pairs for flight in reversed(self.flights))
         self.flights.clear()
@@ -75,7 +75,7 @@ class Read:
 
 @dataclass(eq=False)
 class Remote:
-    """A peer that was introduced. `dlist` is None until the present agent has met it."""
+    """A known peer. `dlist` is None until the current agent has registered it."""
 
     peer: Peer
     dlist: Any = None
@@ -83,7 +83,7 @@ class Remote:
     endpoint: str = ""
     # The warm-up has succeeded and nothing has failed since.
     ready: bool = False
-    # The connection has failed: it is given up when nothing is in flight over it, and made again by the next batch.
+    # The connection has failed: it is dropped when nothing is in flight over it, and the next batch connects again.
     renew: bool = False
     # A batch has stalled: no new reads until the batches in flight have ended.
     silent: bool = False
@@ -97,7 +97,7 @@ class Remote:
         return sum(len(read.flights) for read in self.reads)
 
     def next_read(self) -> Read | None:
-        """The read whose batch is posted next; it moves behind the other reads."""
+        """The read whose batch is posted next; it becomes the last in turn."""
         if self.in_flight >= (1 if self.renew else BATCHES_IN_FLIGHT):
             return None
         for read in self.reads:
@@ -118,5 +118,5 @@ class Remote:
         self.ready, self.renew = False, self.dlist is not None
 
     def unmet(self) -> None:
-        """The agent that knew it is gone, or has removed it."""
+        """Called when the agent was destroyed or has removed the peer."""
         self.dlist, self.renew, self.silent = None, False, False

@@ -1,7 +1,7 @@
 """The log of UCX: the transport that it chose for reads, and its warnings.
 
-UCX names the transport nowhere but in its log (UCX_PROTO_INFO), as a table per configuration of endpoints (cfg),
-printed when that configuration is first used:
+UCX names the transport only in its log (UCX_PROTO_INFO), as a table per configuration of endpoints (cfg), printed when
+that configuration is first used:
 
     | worker7@5f21 intra-node cfg#1                                   |
     | remote memory read by ucp_get*(multi) into host memory from host|
@@ -10,20 +10,19 @@ printed when that configuration is first used:
     +--------+-------------+------------------------------------------+
     | 0..inf | zero-copy   | cma/memory                               |
 
-Which configuration an endpoint has is known from what UCX prints at the debug level, which is switched on only while
-peers connect. An endpoint's lanes are printed each time it is configured, behind the number of the configuration where
-that one is new:
+UCX's debug output shows the configuration of an endpoint; it is on only while peers connect. UCX prints an endpoint's
+lanes each time it is configured, after the number of the configuration if that is new:
 
     created ep 0x7f61 to <no debug data> from api call
     worker7@5f21 intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory)
     ep 0x7f61: am_lane 0 wireup_msg_lane 0 ...
     ep 0x7f61: lane[0]: ...
 
-An endpoint with the lanes of an earlier one has its configuration. Nothing of this depends on the order in which peers
-connect, so they may do so at once.
+Endpoints with equal lanes have the same configuration. This does not depend on the order in which peers connect, so
+they may connect concurrently.
 
 The log goes to an anonymous file in memory, so nothing reaches the terminal and nothing is left on disk after a
-SIGKILL; warnings and errors in it go on to Python's logging.
+SIGKILL; its warnings and errors are passed to Python's logging.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class _Agent:
     """What was printed about one agent's configurations, by number."""
 
     tables: dict[int, list[_Table]] = field(default_factory=dict)
-    # Two configurations may differ in what the lanes do not show.
+    # Two configurations with equal lanes may differ otherwise.
     by_lanes: dict[_Lanes, set[int]] = field(default_factory=dict)
 
 
@@ -93,7 +92,7 @@ class UcxLog:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Around the loading of UCX, which reads its environment only then. A user's own UCX_LOG_FILE is left alone."""
+        """Use it around the loading of UCX, which reads its environment only then. A user's UCX_LOG_FILE is kept."""
         if self._fd is not None or "UCX_LOG_FILE" in os.environ:
             yield
             return
@@ -106,7 +105,7 @@ class UcxLog:
             del os.environ["UCX_LOG_FILE"]
 
     def details(self, wanted: bool) -> None:
-        """Makes UCX print the lanes of new endpoints, or stop it. Without effect where UCX's library is not found."""
+        """Whether UCX prints the lanes of new endpoints. Without effect if UCX's library is not found."""
         with self._lock:
             if self._fd is None:
                 return
@@ -127,7 +126,8 @@ class UcxLog:
         return self._agreed(agent, endpoint, block_bytes, 1)
 
     def devices(self, agent: str, endpoint: str, block_bytes: int) -> str:
-        """The network devices of that transport, with + between them; empty if there is none, or it is not known."""
+        """The network devices of that transport, with + between them; empty if there are none, or if they are
+        unknown."""
         return self._agreed(agent, endpoint, block_bytes, 2) or ""
 
     def _agreed(self, agent: str, endpoint: str, block_bytes: int, column: int) -> str | None:
@@ -135,7 +135,7 @@ class UcxLog:
             self._consume()
             self._end_lanes()
             known = self._agents.get(agent[:_NAME_MAX], _Agent())
-            # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
+            # Without lanes (if the debug level cannot be set) the answer is known if all tables agree.
             cfgs = known.by_lanes.get(self._lanes_of.get(endpoint, ()), known.tables.keys())
             names = {_pick(table, block_bytes, column) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
@@ -210,7 +210,7 @@ class UcxLog:
 
 
 def _libucs() -> ctypes.CDLL | None:
-    """The library that UCX's log lives in, as it was loaded into this process by NIXL."""
+    """The library with UCX's log, which NIXL loaded into this process."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/libucs-" in line or "/libucs.so" in line}
     return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None

@@ -1,5 +1,5 @@
-"""A torch.distributed process group for one pair of workers, made without a global `init_process_group`: NCCL between
-devices, Gloo between hosts' memories. Every torch.distributed call of the project is in this file.
+"""A torch.distributed process group for one pair of workers, made without a global `init_process_group`: NCCL for KV on
+GPUs, Gloo for KV in host memory. Only this file calls torch.distributed.
 
 The NCCL part has not run yet: two ranks need two GPUs.
 """
@@ -21,10 +21,10 @@ from tandem.errors import SettingsError, TransferFailed
 RANKS = 2
 SOURCE, SINK = 0, 1
 
-# Seconds between two looks at whether NCCL's work is done, for which it has no wait with a time limit.
+# Seconds between two checks of NCCL's work, which has no wait with a time limit.
 NCCL_POLL_S = 100e-6
 
-# torch's own watchdogs abort the process when NCCL is late. A link has its own deadline, and its process must live on.
+# torch's watchdogs abort the process when NCCL is late. A link has its own deadline, and the process must survive.
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -33,8 +33,8 @@ NCCL_ENVIRONMENT = {
 
 
 class PairStore(dist.Store):  # type: ignore[name-defined, misc]
-    """What both sides tell each other while they make a group: what is set here is passed to `tell`, and what the other
-    side has set comes in by `put`. In place of a TCPStore, whose port anybody could write to. Thread-safe."""
+    """The keys that both sides exchange while they form a group: `tell` sends the keys that are set here, and `put`
+    adds those of the other side. It replaces a TCPStore, whose port any host could write to. Thread-safe."""
 
     def __init__(self, tell: Callable[[str, bytes], None], timeout: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class PairStore(dist.Store):  # type: ignore[name-defined, misc]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends every wait."""
+        """Ends every wait with TimeoutError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -80,7 +80,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def check_host(device: torch.device, host: str) -> None:
-    """Raises SettingsError if links cannot be made on this host's address, or not between such devices."""
+    """Raises SettingsError if links cannot listen on this host's address, or if torch lacks NCCL."""
     if backend_of(device) == "nccl":
         if not dist.is_nccl_available():
             raise SettingsError("this torch has no NCCL", field="transport", bound='"nixl"')
@@ -106,14 +106,14 @@ def open_group(store: PairStore, rank: int, device: torch.device, host: str, tim
         return dist.ProcessGroupNCCL(store, rank, RANKS, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
-    options._threads = 1  # of collectives, which nobody calls
+    options._threads = 1  # of collectives, which are not used
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, RANKS, options)
 
 
 def wait(work: Any, device: torch.device, seconds: float) -> None:
-    """Until a send or receive has ended: then its tensor may be read and written. Raises RuntimeError when it failed,
-    and TransferFailed after `seconds`; the group is of no more use then."""
+    """Waits until a send or receive has ended, after which its tensor may be read and written. Raises RuntimeError if
+    it failed, and TransferFailed after `seconds`; then the group cannot be used any more."""
     if backend_of(device) == "gloo":
         # After an expired wait Gloo closes the connection, and writes no more into the tensor.
         work.wait(timedelta(seconds=max(seconds, 0.001)))
@@ -128,6 +128,6 @@ def wait(work: Any, device: torch.device, seconds: float) -> None:
 
 
 def abort(group: Any, device: torch.device) -> None:
-    """Ends what is in flight. The connection closes with the last reference to the group."""
+    """Ends all sends and receives. The connection closes with the last reference to the group."""
     if backend_of(device) == "nccl":
         group.abort()

@@ -1,12 +1,11 @@
-"""One life of a pair: its thread makes the process group, checks who is at the other end, then moves batches in the
-order in which they were given. SinkLink receives, SourceLink sends.
+"""One link of a pair. Its thread forms the process group, authenticates the other side, and moves batches in the order
+in which they were submitted. SinkLink receives, SourceLink sends.
 
     submit ─▶ queue ─▶ begin: SendBlocks, receive into staging ─▶ wait ─▶ finish: scatter into the blocks ─▶ done
                               (the source: gather into staging, send)
 
-Nothing but `finish` writes into blocks, and only for a batch that nobody has given up: a late message ends in staging.
-A link that has failed is never used again, and neither is its staging; the next one has a process group, a thread and
-an epoch of its own.
+Only `finish` writes into blocks, and only for a batch that was not given up: a late message reaches only staging. A
+failed link and its staging are never used again; the next link has a new process group, thread and epoch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from tandem.errors import InternalError, TandemError, TransferFailed
 
 log = logging.getLogger(__name__)
 
-# Batches under way on a link: one is gathered or scattered while the other moves. Each has staging of BATCH_BYTES.
+# Batches in flight on a link: one is gathered or scattered while the other moves. Each has BATCH_BYTES of staging.
 IN_FLIGHT = 2
 
-SECRET_BYTES = 32  # the first half is shown by the source, the second by the decode worker
+SECRET_BYTES = 32  # the source sends the first half, the decode worker the second
 
 
 class Pages:
@@ -52,8 +51,8 @@ class Pages:
         self.batch_blocks = max(1, BATCH_BYTES // region.block_bytes)
 
     def staging(self) -> torch.Tensor:
-        """[batch_blocks, block_bytes]. On the host a mapping of its own: a link's thread would leave what it allocates
-        to malloc, which keeps it."""
+        """[batch_blocks, block_bytes]. Host staging is a separate mapping, because malloc would keep the memory of an
+        ended link's thread."""
         shape = self.batch_blocks, self._region.block_bytes
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
@@ -74,7 +73,7 @@ class Pages:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _copy(self, blocks: Sequence[int], staging: torch.Tensor, *, to_staging: bool) -> None:
-        """By memmove, which lets other threads run; torch would start threads of its own for it."""
+        """By memmove, which releases the GIL; torch would start threads for it."""
         size = self._region.block_bytes
         for row, block in enumerate(blocks):
             ours, theirs = staging.data_ptr() + row * size, self._region.address + block * size
@@ -88,7 +87,8 @@ class Pages:
 
 
 class Batch:
-    """Blocks that move as one message; `local` is empty at the source. Whoever claims it first decides how it ends."""
+    """Blocks that move as one message; `local` is empty at the source. The first caller of `claim` decides how the
+    batch ends."""
 
     def __init__(self, remote: Sequence[int], local: Sequence[int], stall: float) -> None:
         self.remote, self.local, self.stall = tuple(remote), tuple(local), stall
@@ -103,7 +103,8 @@ class Batch:
         return first
 
     def give_up(self) -> bool:
-        """Nothing of it is written from now on. False if it is being written, or has ended: then await `done`."""
+        """Prevents any later write to its local blocks. False if they are being written, or the batch has ended: then
+        await `done`."""
         if not self.claim():
             return False
         self.done.set_result(None)
@@ -112,8 +113,8 @@ class Batch:
 
 class PairLink(ABC):
     """`tell` sends a message to the other side; `on_end` is called once, when the link has ended. Both are called on
-    the link's thread or on the one that calls `end`, and must not block. `ready` is done when the link can be used, or
-    has ended; `error` says why it has ended."""
+    the link's thread or on the caller's thread of `end`, and must not block. `ready` is done when the link can be used
+    or has ended; `error` is the reason of its end."""
 
     rank: int
 
@@ -146,7 +147,7 @@ class PairLink(ABC):
         self._thread.start()
 
     def submit(self, batch: Batch) -> None:
-        """Raises the link's error when it has ended."""
+        """Raises the link's error if the link has ended."""
         with self._lock:
             if self.error is None:
                 self._open.add(batch)
@@ -160,8 +161,8 @@ class PairLink(ABC):
         return len(self._open)
 
     def end(self, error: TandemError) -> None:
-        """Fails every batch that is not being written at this moment, and lets the thread go. Repeatable."""
-        error = error.with_traceback(None)  # its frames would keep the process group
+        """Fails every batch whose blocks are not being written at this moment, and ends the thread. Repeatable."""
+        error = error.with_traceback(None)  # its frames would keep the process group alive
         with self._lock:
             if self.error is not None:
                 return
@@ -176,8 +177,8 @@ class PairLink(ABC):
         self._on_end(error)
 
     def settled(self, seconds: float) -> bool:
-        """After `end`: returns when the region is not read or written any more. Whether the thread has ended within
-        `seconds`; one that waits for a peer that stands still ends with that wait, and has only staging."""
+        """Call after `end`. Returns when the region is not read or written any more, and whether the thread has ended
+        within `seconds`. A thread that waits for a frozen peer ends with that wait, and can reach only staging."""
         with self._touching:
             pass
         if threading.current_thread() is not self._thread:
@@ -208,13 +209,14 @@ class PairLink(ABC):
             self._staging.clear()
 
     def _greet(self, group: Any) -> None:
-        """Each side shows its half of the secret over the new connection. Raises TransferFailed for a stranger's."""
+        """Each side sends its half of the secret over the new connection. Raises TransferFailed if the other half is
+        wrong."""
         half = SECRET_BYTES // 2
         halves = {SOURCE: self._secret[:half], SINK: self._secret[half:]}
         other = SINK if self.rank == SOURCE else SOURCE
         ours = torch.tensor(list(halves[self.rank]), dtype=torch.uint8, device=self._pages.device)
         theirs = torch.zeros_like(ours)
-        # The ranks take turns: NCCL does what it is given in that order.
+        # The ranks send and receive in turn, because NCCL executes operations in the order of the calls.
         turns = [lambda: group.send([ours], other, 0), lambda: group.recv([theirs], other, 0)]
         for turn in turns if self.rank == SOURCE else reversed(turns):
             groups.wait(turn(), self._pages.device, STALL_S)
@@ -245,11 +247,11 @@ class PairLink(ABC):
 
     @abstractmethod
     def _begin(self, batch: Batch, staging: torch.Tensor, group: Any) -> Any | None:
-        """Starts to move it; None if it is not needed any more."""
+        """Starts to move the batch; None if it is not needed any more."""
 
     @abstractmethod
     def _finish(self, batch: Batch, staging: torch.Tensor) -> None:
-        """It has moved."""
+        """Called when the batch has moved."""
 
     def _answer_ready(self) -> None:
         if not self.ready.done():
@@ -285,7 +287,7 @@ class SinkLink(PairLink):
 
 
 class SourceLink(PairLink):
-    """The prefill worker's side, which sends what it is told."""
+    """The prefill worker's side, which sends the requested batches."""
 
     rank = SOURCE
 

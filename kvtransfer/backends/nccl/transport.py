@@ -1,16 +1,16 @@
-"""A Transport over torch.distributed, by NCCL between GPUs and by Gloo between hosts' memories. Both sides act.
+"""A Transport over torch.distributed: NCCL for KV on GPUs, Gloo for KV in host memory. Both sides act.
 
     decode worker                                        prefill worker
     dial ─ LinkOpen(epoch, secret) ────────────────────▶ answer      over gRPC, with the cluster's credentials
          ◀─ LinkEntry ... both make a process group ... ─▶
-         ── secret ── over the new connection ───────────             a stranger's connection ends here
+         ── secret ── over the new connection ───────────             another host's connection ends here
     read: SendBlocks(number, blocks) ──────────────────▶ gather, send
          ◀═ one message for each, in this order ═════════             over the process group
     receive into staging, scatter
 
-The order of a pair is that of the decode worker's messages. The link (link.py) lives as long as its gRPC stream: the
-end of a process ends the stream at once, and keepalive ends that of one that stands still. Either side ends the other's
-process group by ending its own. The next read makes a link with the next epoch.
+Batches move in the order of the decode worker's messages. The link (link.py) lives as long as its gRPC stream: the
+stream ends at once with either process, and by keepalive if a process freezes. Either side ends the other's process
+group by ending its own. The next read makes a link with the next epoch.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from tandem.errors import (
 
 log = logging.getLogger(__name__)
 
-# What a source accepts from one decode worker before it ends the link.
+# Bounds on what one decode worker may send before the source ends the link.
 MAX_WAITING = 4 * IN_FLIGHT
 MAX_ENTRIES = 64
 MAX_ENTRY_BYTES = 64 << 10
-MAX_SEND_S = 60.0  # for one batch, whatever the decode worker says
+MAX_SEND_S = 60.0  # for one batch, whatever stall limit the decode worker names
 
-CLOSE_GRACE_S = 0.5  # for all links together to end
+CLOSE_GRACE_S = 0.5  # for all links to end
 
 
 class NcclTransport:
@@ -76,14 +76,14 @@ class NcclTransport:
         check_host(self._pages.device, host)
         self._epochs = itertools.count(1)
         self._peers: dict[str, Peer] = {}  # connected, by agent name
-        self._links: dict[str, SinkLink] = {}  # the last one to each of them
+        self._links: dict[str, SinkLink] = {}  # the latest link to each of them
         self._dialling: set[asyncio.Task[None]] = set()
         self._answered: dict[str, tuple[int, SourceLink]] = {}  # by the decode worker's agent name: epoch, link
         self._closed = False
 
     @property
     def under_way(self) -> None:
-        """Every wait of a link's thread has its own limit, and only that pair depends on it."""
+        """None, because every wait of a link's thread has a limit, and only its pair depends on it."""
         return None
 
     def peer(self) -> Peer:
@@ -109,7 +109,7 @@ class NcclTransport:
         stall: float,
         failing: Callable[[TandemError], None] | None = None,
     ) -> ReadStats:
-        """An error is raised as soon as it is known, since only staging may still be written; `failing` is not used."""
+        """Raises an error as soon as it is known, because only staging may still be written; `failing` is not used."""
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         check_pairs(self.region, peer, pairs)
         started = time.monotonic()
@@ -133,7 +133,7 @@ class NcclTransport:
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
     def device(self, peer: Peer) -> str:
-        return ""  # neither Gloo nor NCCL tells
+        return ""  # neither Gloo nor NCCL reports it
 
     def why(self, peer: Peer) -> str:
         return ""
@@ -144,14 +144,14 @@ class NcclTransport:
             link.end(WorkerLost(f"{peer.agent_name} was forgotten"))
 
     def one_sided(self, peer: Peer) -> bool:
-        """The source's link has a thread of its own, so it need not be `serving`."""
+        """Always, because the source's link has a thread: the source need not be `serving`."""
         return True
 
     def link(self, peer: Peer) -> str:
         return "nccl" if backend_of(self._pages.device) == "nccl" else "gloo:tcp"
 
     async def _linked(self, peer: Peer, timeout: float) -> SinkLink:
-        """The link to a connected peer; a new one where the last one has ended."""
+        """The link to a connected peer; a new one if the last one has ended."""
         if self._closed or self._peers.get(peer.agent_name) != peer:
             raise WorkerLost(f"{peer.agent_name} is not connected")
         link = self._links.get(peer.agent_name)
@@ -166,7 +166,7 @@ class NcclTransport:
         return link
 
     def _begin(self, peer: Peer) -> SinkLink:
-        """Dials, and makes this side's half of the link."""
+        """Dials, and creates this side of the link."""
         loop, outgoing = asyncio.get_running_loop(), asyncio.Queue[LinkMessage | None]()
 
         def tell(message: LinkMessage | None) -> None:
@@ -188,7 +188,7 @@ class NcclTransport:
         return link
 
     async def _talk(self, peer: Peer, link: SinkLink, outgoing: asyncio.Queue[LinkMessage | None]) -> None:
-        """Passes messages on until either side ends the link, then ends both."""
+        """Forwards messages until either side ends the link, then ends both sides."""
         hanging_up = asyncio.Event()
 
         async def messages() -> AsyncIterator[LinkMessage]:
@@ -268,7 +268,7 @@ class NcclTransport:
             events.put_nowait(None)
         except TandemError as error:
             events.put_nowait(error)
-        except Exception as error:  # noqa: BLE001, the stream broke: the answer ends
+        except Exception as error:  # noqa: BLE001, the stream broke: this call ends
             events.put_nowait(TransferFailed(f"the link {link.name} broke: {error!r}"))
 
     def _check(self, opening: LinkMessage | None) -> str:
@@ -322,8 +322,8 @@ class NcclTransport:
 
 
 def _why(raised: BaseException, peer: Peer) -> TandemError:
-    """Why a link has ended whose stream has ended with `raised`."""
-    if isinstance(raised, WorkerLost):  # of this connection; the worker may live
+    """The error of a link whose stream has ended with `raised`."""
+    if isinstance(raised, WorkerLost):  # only the connection is lost; the worker may be alive
         return TransferFailed(f"the link to {peer.agent_name} broke: {raised.message}")
     if isinstance(raised, TandemError):
         return raised
