@@ -17,8 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class AdapterFollower:
-    """`list` is the registry's list as last read. A registry that does not answer, or has lost its list, changes
-    nothing."""
+    """`list` is the registry's list as last read. It stays if the registry does not answer or has lost its list."""
 
     def __init__(self, registry: Registry, refresh_s: float, changed: Callable[[], None]) -> None:
         """`changed` is called after each new version."""
@@ -38,13 +37,13 @@ class AdapterFollower:
         await end(self._task)
 
     async def add(self, name: str, adapter: LoadedAdapter) -> int:
-        """Returns the version with it. Raises InvalidRequest for a name that is taken, TooLarge, Unavailable."""
+        """Returns the list's new version. Raises InvalidRequest for a name that is taken, TooLarge, Unavailable."""
         version = await adapter_list.add(self._registry, name, adapter, self.list)
         await self._refresh()
         return version
 
     async def remove(self, name: str) -> int:
-        """Returns the version without it. Raises NotFound, Unavailable."""
+        """Returns the list's new version. Raises NotFound, Unavailable."""
         version = await adapter_list.remove(self._registry, name, self.list)
         await self._refresh()
         return version
@@ -71,7 +70,7 @@ class AdapterFollower:
                 await self._again()
 
     async def _take(self, found: AdapterList) -> None:
-        """Hook: makes the new list true here, before others read that it is."""
+        """Hook: applies the new list, before `list` shows it."""
 
     async def _again(self) -> None:
         """Hook: the list is unchanged."""

@@ -55,7 +55,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Of one worker, on its event loop. `timeout_s` is how long a request may wait for a slot."""
+    """The slots of one worker, on its event loop. `timeout_s` is the longest wait of a request for a slot."""
 
     def __init__(self, loop: EngineThread, timeout_s: float, later: RuntimeAdapters | None = None) -> None:
         """`later`: the adapters that were loaded after the start."""
@@ -70,12 +70,12 @@ class AdapterSlots:
         self._uses = 0
 
     def fingerprints(self) -> dict[str, bytes]:
-        """Of the adapters that new requests may name, by name."""
+        """The fingerprints of the adapters that new requests may name, by name."""
         return {name: adapter.fingerprint for name, adapter in self._served().items()}
 
     def fingerprint(self, name: str, meant: bytes = b"") -> bytes:
-        """Of the adapter with the fingerprint `meant` if this worker has it, otherwise of the one that has this name
-        now. Raises NotFound."""
+        """The fingerprint `meant` if this worker has that adapter, otherwise that of the current adapter with this
+        name. Raises NotFound."""
         return self._find(name, meant).fingerprint
 
     def _served(self) -> dict[str, Adapter]:

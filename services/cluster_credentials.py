@@ -1,5 +1,5 @@
-"""Access control: certificates, and the token by which the cluster's processes authenticate each other. With it a
-worker's port serves only its own cluster. Certificates do the same and encrypt the calls."""
+"""Access control between the cluster's processes: a token, with which a worker's port serves only its own cluster, and
+certificates, which do the same and encrypt the calls."""
 
 from __future__ import annotations
 

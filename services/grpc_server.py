@@ -24,7 +24,7 @@ from tandem.tasks import end, once
 KEEPALIVE_MS = 800  # between pings
 PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 2.8 s
 MAX_PENDING_CALLS = 50_000  # calls that wait for a handler; beyond its default of 1000, gRPC cancels random calls
-MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message of ours between them; then GOAWAY
+MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message from this side between; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 CHANNEL_CLOSE_GRACE_S = 24 * 3600.0  # for running calls of a channel that accepts no new ones
@@ -39,8 +39,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_http_proxy", 0),  # a worker is never behind the proxy that the environment may name
-    ("grpc.enable_retries", 0),  # placing again is the router's decision alone
+    ("grpc.enable_http_proxy", 0),  # workers are never behind the environment's proxy
+    ("grpc.enable_retries", 0),  # only the router retries
 )
 
 
@@ -57,9 +57,9 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         for_clients: bool = False,
     ) -> None:
-        """`share_port`: with others of this user's that say so, too; else a port in use is an error. `advertise`: what
-        others call this machine, where that is not what it listens on. `for_clients`: the parts of its requests are
-        bounded (tandem/rpc/message_parts.py). `guard` refuses calls."""
+        """`share_port`: shares the port with other such servers of this user; otherwise a port in use is an error.
+        `advertise`: the address for other machines, if it differs from the one it listens on. `for_clients`: bounds the
+        parts of requests (tandem/rpc/message_parts.py). `guard` refuses calls."""
         self._advertise = advertise
         self._credentials = credentials
         self.server = grpc.aio.server(

@@ -9,8 +9,8 @@ from engine.engine_thread import EngineThread
 from tandem.tasks import failed
 from tandem.v1 import worker_pb2
 
-# Between two messages to one router; changes in between share a message. A router reads the streams of all workers, of
-# 1,000 busy ones 2,000 messages per second; the next turn of a conversation comes later than this.
+# Between two messages to one router; changes in between share a message. A router reads the streams of all workers:
+# 2,000 messages per second for 1,000 busy ones. The next turn of a conversation comes later than this.
 MESSAGE_INTERVAL_S = 0.5
 
 
@@ -24,7 +24,7 @@ class KvEvents:
         self._watchers: set[_Watcher] = set()
 
     async def watch(self) -> AsyncGenerator[worker_pb2.WatchCacheResponse, None]:
-        """Messages without incarnation and adapters; the first has all blocks."""
+        """Yields messages without incarnation and adapters; the first one has all blocks."""
         if self._begun is None or failed(self._begun):  # the engine records changes only after the first watcher
             self._begun = asyncio.create_task(self._begin(), name="kv-events")
         await asyncio.shield(self._begun)

@@ -16,7 +16,7 @@ from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 async def dialled(
     stub: prefill_pb2_grpc.PrefillServiceStub, peer: Peer, messages: AsyncIterator[LinkMessage]
 ) -> AsyncGenerator[LinkMessage, None]:
-    """`Transport.dial` of one source. Raises what the source answers, and WorkerLost."""
+    """`Transport.dial` of one source. Raises the source's errors, and WorkerLost."""
     with calling(peer.worker_id):
         call = stub.Link(_request(message) async for message in messages)
         try:

@@ -16,7 +16,7 @@ from tandem.telemetry import logs
 
 log = structlog.get_logger(__name__)
 
-# Imported only when asked for: the router must not load torch.
+# Imported on demand, because the router must not load torch.
 _MODULES = {
     "router": "services.router.server",
     "decode": "services.decode.servicer",
@@ -28,7 +28,7 @@ FULL_GC_THRESHOLD = 5000  # collections of the middle generation before a full o
 
 
 class Stages:
-    """Reports each stage of a start when it is over, with its duration."""
+    """Reports each completed stage of a start with its duration."""
 
     def __init__(self, worker_id: str, say: Callable[[str], None]) -> None:
         self._worker_id, self._say = worker_id, say
@@ -49,10 +49,10 @@ class Service(Protocol):
     engine which this returns."""
 
     async def wait(self) -> None:
-        """Returns after a drain, raises when the service has broken."""
+        """Returns after a drain, raises if the service breaks."""
 
     async def stop(self, grace_s: float) -> None:
-        """Lets requests finish for at most `grace_s` seconds, then ends. Safe to call twice."""
+        """Waits at most `grace_s` seconds for requests to finish, then ends. Safe to call twice."""
 
 
 def prepare() -> None:
@@ -70,8 +70,8 @@ async def start(
 ) -> Service:
     """A running, registered service. Raises the errors of its role's `start`.
 
-    `engine` was released by an earlier incarnation in this process: nothing is loaded. `say` receives a line for each
-    stage, with its duration, from any thread; the log has them, too.
+    `engine`: released by an earlier incarnation in this process, so nothing is loaded. `say` receives a line for each
+    stage, with its duration, on any thread; the log has them, too.
     """
     logs.configure(settings, worker_id)
     stages = Stages(worker_id, say)
@@ -98,10 +98,10 @@ def keep_imports() -> None:
 def short_collections() -> None:
     """Python's garbage collector stops every stream of the process while it runs.
 
-    A full collection visits every object that torch and transformers made, which takes some 200 ms. The objects that
-    are alive now are collected once and then left out. A full collection would still visit all requests, 80 ms when
-    5,000 wait, so it runs only after millions of new objects. A collection of the middle generation takes time in
-    proportion to the objects since the last one, so it runs five times as often as by default.
+    A full collection visits all objects of torch and transformers, which takes some 200 ms. So the present objects are
+    collected once and then excluded. A full collection still visits all requests (80 ms if 5,000 wait), so it runs only
+    after millions of new objects. The time of a middle-generation collection grows with the objects since the last one,
+    so it runs five times as often as by default.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""`services.launch` for a worker in a pod of a RayCluster: with the settings of its own pod.
+"""`services.launch` for a worker in a pod of a RayCluster, with the settings of that pod.
 
-A driver's settings are those of the driver's pod. A worker needs those of its own: address, CPU threads, what its pool
-overrides. A process of Ray has the environment of its node's pod, so they are read from there.
+The driver passes the settings of its own pod. A worker needs those of the worker's pod (address, CPU threads, the
+pool's overrides), which it reads from its environment: Ray's processes have the environment of their pod.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ prepare = launch.prepare
 async def start(
     role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: Any = None
 ) -> launch.Service:
-    """`settings` are the driver's. Raises PreconditionFailed when this pod is of another cluster, or of the same one
-    with another model: its pod template is older or newer than the driver's."""
+    """`settings` are the driver's. Raises PreconditionFailed if this pod belongs to another cluster, or to this cluster
+    with another model because its pod template is older or newer than the driver's."""
     own = tandem_settings.load()
     if own.cluster != settings.cluster:
         raise PreconditionFailed(

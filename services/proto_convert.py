@@ -1,4 +1,4 @@
-"""Conversions between wire messages and internal types, without any decisions."""
+"""Conversions between wire messages and internal types."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
 
 
 def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:
-    """The tokens of an internal request. The router has validated the client's tokens; this check keeps a caller's bug
-    from the engine, where it would break every stream. Raises InvalidRequest."""
+    """The tokens of an internal request. The router has validated them; this check stops a caller's bug before the
+    engine, where it would break every stream. Raises InvalidRequest."""
     tokens = list(token_ids)
     if not 0 < prompt_tokens <= len(tokens):
         raise InvalidRequest(
@@ -33,7 +33,7 @@ def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
         if not word.token_ids:
             raise InvalidRequest("a bad word has no token", field="sampling.bad_words", bound="at least one token each")
         _in_vocabulary(word.token_ids, "sampling.bad_words", vocab_size)
-    values = {field.name: value for field, value in message.ListFields()}  # without those that are 0 or absent
+    values = {field.name: value for field, value in message.ListFields()}  # without fields that are 0 or absent
     values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     values["allowed_token_ids"] = tuple(message.allowed_token_ids)
     values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
@@ -46,7 +46,7 @@ def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
 
 def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
     kind = message.WhichOneof("kind")
-    if kind is None:  # from a newer router: without the grammar the text would be unconstrained
+    if kind is None:  # from a newer router; without its grammar the text would be unconstrained
         raise InvalidRequest(
             "a grammar of unknown kind", field="sampling.grammar", bound="a kind that this worker knows"
         )
@@ -78,13 +78,14 @@ def adapter_to(name: str, adapter: LoraSlot | None) -> common_pb2.Adapter | None
 
 
 def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
-    """Of the tokens of one message, in their order; None if the request did not ask for them."""
+    """The log probabilities of one message's tokens, in order; None if the request did not ask for them."""
     known = [logprob for logprob in tokens if logprob is not None]
     return _logprobs(known) if known else None
 
 
 def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs | None:
-    """Of a computed prompt's tokens but the first; None if the request did not ask for them. May take some 100 ms."""
+    """The log probabilities of a computed prompt's tokens except the first; None if the request did not ask for them.
+    May take some 100 ms."""
     return None if sequence.sampling.prompt_logprobs is None else _logprobs(sequence.prompt_logprobs)
 
 

@@ -1,10 +1,10 @@
-"""The adapters that a worker has got since it started: those that the registry lists, and those that its requests may
-still mean.
+"""The adapters that a worker has loaded since its start: those in the registry's list, and those that its requests may
+still use.
 
     prepare ─▶ kept for PREPARED_S ─▶ listed ─▶ served ─▶ no longer listed ─▶ kept for as long as a request may run
 
-A request means an adapter by name and fingerprint. Between its validation by a router and its end, the list may lose
-the adapter, and get another one under the same name.
+A request identifies an adapter by name and fingerprint. Before the request ends, the list may lose the adapter, and get
+another one with the same name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tandem.errors import CheckpointRefused, InvalidRequest, NotFound, Precondit
 from tandem.settings import Settings
 
 log = structlog.get_logger(__name__)
-PREPARED_S = 60.0  # for which a prepared adapter is kept, until the registry lists it
+PREPARED_S = 60.0  # that a prepared adapter is kept until the registry lists it
 RETRY_S = 30.0  # before a listed adapter that could not be read is tried again
 MAX_PATH = 4096  # characters
 
 
 class RuntimeAdapters(AdapterFollower):
-    """Of one worker, on its event loop. `served` are those that the registry lists, by name."""
+    """The runtime adapters of one worker, on its event loop. `served` are those in the registry's list, by name."""
 
     def __init__(self, lora: Lora | None, settings: Settings, registry: Registry, changed: Callable[[], None]) -> None:
         super().__init__(registry, settings.heartbeat_s * 2, changed)
@@ -43,7 +43,7 @@ class RuntimeAdapters(AdapterFollower):
         self._keep_s = settings.request_timeout_s
         self._kept: dict[tuple[str, bytes], tuple[Adapter, float]] = {}  # (name, fingerprint) -> until when
         self._reading_one = asyncio.Lock()  # one file is in memory at a time
-        self._retry_at: float | None = None  # when to try adapters again that could not be read
+        self._retry_at: float | None = None  # when to try unreadable adapters again
 
     async def start(self) -> None:
         if self._root is not None:
@@ -68,7 +68,7 @@ class RuntimeAdapters(AdapterFollower):
         return adapter
 
     def find(self, name: str, fingerprint: bytes) -> Adapter | None:
-        """The one that a request means; without a fingerprint the one that the registry lists."""
+        """The adapter with this fingerprint; without a fingerprint the one in the registry's list."""
         served = self.served.get(name)
         if not fingerprint or (served is not None and served.fingerprint == fingerprint):
             return served
@@ -91,7 +91,7 @@ class RuntimeAdapters(AdapterFollower):
             await self._take(self.list)
 
     async def _listed(self, name: str, path: str, fingerprint: bytes) -> Adapter | None:
-        """None: this worker cannot serve it, and its requests go elsewhere."""
+        """None if this worker cannot serve the adapter; its requests go elsewhere."""
         adapter = self.find(name, fingerprint)
         try:
             adapter = adapter or await self.prepare(name, path)
@@ -115,8 +115,8 @@ def _read(lora: Lora, root: Path, name: str, path: str) -> Adapter:
 
 
 def folder_within(root: Path, path: str) -> Path:
-    """The folder of an adapter, without symbolic links. Raises InvalidRequest for one outside `root`, before anything
-    of it is read, NotFound for one that is no adapter's."""
+    """The folder of an adapter, without symbolic links. Raises InvalidRequest for a folder outside `root`, before
+    reading it, and NotFound for a folder without an adapter."""
     outside = InvalidRequest(
         f"{path!r:.200} is not within adapter_root, which is {root}", field="path", bound=f"a folder within {root}"
     )

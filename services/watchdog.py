@@ -1,6 +1,6 @@
 """Detects work that makes no progress, on a separate thread, because a blocked event loop cannot detect itself.
 
-    every 0.25 s, for each check: is the same piece of work still under way, for longer than it may take?
+    every 0.25 s, for each check: has the same piece of work run for longer than it may?
          └─ no    continue
          └─ yes   `stuck(check, why)`, once; the callee fails open requests and lets the process end
 
@@ -58,13 +58,13 @@ class Watchdog:
         loop_most_s: float,
         every_s: float = CHECK_INTERVAL_S,
     ) -> None:
-        """`loop_most_s`: how long the running event loop may be blocked."""
+        """`loop_most_s`: the longest time that the event loop may be blocked."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._beats, loop_most_s))]
         self._stuck: Callable[[Check, str], object] | None = stuck
         self._every_s = every_s
-        self._beats = self._asked_beat = 0  # callbacks that the event loop has run, and was given
+        self._beats = self._asked_beat = 0  # callbacks that the event loop has run, and that it was given
         self._reported_beat = -1
         self._since: dict[Check, tuple[Hashable, float]] = {}  # several may have one name
         self._lived, self._last = 0.0, monotonic()
@@ -110,7 +110,7 @@ class Watchdog:
             self._end_process(EXIT_STATUS)
 
     def _age(self, check: Check) -> tuple[float, float]:
-        """For how many seconds the current piece of work has been under way, and how many it may take."""
+        """The seconds that the current piece of work has run, and may run."""
         current = check.under_way()
         if current is None:
             self._since.pop(check, None)
@@ -150,7 +150,7 @@ class Watchdog:
 
 
 def _stacks(only: int | None = None) -> str:
-    """Of each thread, or of one: its innermost frames."""
+    """The innermost frames of each thread, or of one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "; ".join(
         f"{names.get(ident, ident)}: {_innermost(frame)}"

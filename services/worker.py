@@ -40,9 +40,9 @@ from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
-CUT_REQUESTS_WAIT_S = 5.0  # for cancelled requests to free their blocks
-BROKEN_WAIT_S = 1.0  # for the requests of a broken worker to receive its error
-BROKEN_EXIT_S = 2.0  # after which the process of a broken worker ends, whatever still runs
+CUT_REQUESTS_WAIT_S = 5.0  # that cancelled requests have to free their blocks
+BROKEN_WAIT_S = 1.0  # that the requests of a broken worker have to receive its error
+BROKEN_EXIT_S = 2.0  # after which a broken worker's process ends in any case
 MAX_HEARTBEAT_S = 15.0  # beyond its interval: registry calls have their own timeouts
 MAX_LOOP_BLOCKED_S = 5.0  # for which the event loop may be blocked
 
@@ -90,7 +90,7 @@ class Worker:
     # ---- start and stop
 
     async def start(self, services: list[str]) -> None:
-        """All servicers must be added to `self.grpc.server` before."""
+        """Call it after adding all servicers to `self.grpc.server`."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
         self.loop.on_broken, self.transport.on_broken = self._broke, self._transport_broke
@@ -105,12 +105,12 @@ class Worker:
         log.info("worker.ready", worker=self.worker_id, incarnation=self.incarnation, address=self.address)
 
     async def wait(self) -> None:
-        """Returns when this worker has drained, raises when it has broken."""
+        """Returns when this worker has drained, raises if it breaks."""
         await asyncio.shield(self._ended)
 
     async def drain(self, grace_s: float) -> tuple[int, int]:
-        """Accepts no new request and lets running ones finish for `grace_s` seconds. Returns how many finished and how
-        many were left."""
+        """Refuses new requests and waits `grace_s` seconds for running ones. Returns the numbers of finished and of
+        unfinished requests."""
         self.state = State.DRAINING
         self._heartbeat.changed()
         await self.grpc.stop_accepting()
@@ -156,7 +156,7 @@ class Worker:
         await self.registry.close()
         if keep_engine:
             if unclosed is not None:
-                raise unclosed  # another incarnation must not serve from pages that a peer may still write
+                raise unclosed  # the next incarnation must not use pages that a peer may still write
             await self._leave_engine()
         if not self._ended.done():
             self._ended.set_result(None)
@@ -173,7 +173,7 @@ class Worker:
         await self.loop.call(self.engine.pool.unlisten)
 
     async def close(self) -> None:
-        """Hook: shuts down what belongs to one role only."""
+        """Hook: shuts down the role's own parts."""
 
     def end_soon(self) -> None:
         """Stops after the current call (a drain over gRPC) has been answered."""
@@ -296,7 +296,7 @@ class Worker:
     # ---- failure
 
     def _checks(self) -> list[Check]:
-        """What must make progress."""
+        """The work that must make progress."""
 
         def heartbeat() -> tuple[int, float]:
             return self._heartbeat.beats, self.settings.heartbeat_s + MAX_HEARTBEAT_S
@@ -380,8 +380,8 @@ async def load_engine(
 
 
 def alone_s(role: str, settings: Settings) -> float:
-    """Seconds that a step without streams may take. On a decode worker, KV may arrive in the middle of such a step; its
-    stream then waits for the rest of it and for one more step. Each may take half of the TPOT objective."""
+    """Seconds that a step without streams may take. On a decode worker KV may arrive during such a step; its stream
+    then waits for the rest of the step and for the next one. Each may take half of the TPOT objective."""
     if role == "decode" and settings.disaggregated and settings.slo_tpot_s is not None:
         return min(PROMPTS_S, PROMPT_STEP_SHARE * settings.slo_tpot_s)
     return PROMPTS_S

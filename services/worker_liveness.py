@@ -2,10 +2,10 @@
 
 While the registry does not answer, the last answer stays valid: a lost registry must not stop running work.
 
-A missing record does not mean a dead worker either: a restarted registry is empty until the next heartbeats.
-So there are two views. `workers` are the present records, to which new requests go. `incarnations` are the workers
-whose connections, streams and caches are kept: present, or absent for less than FORGET_S, unless another incarnation
-with the same id or address shows that the former one has ended.
+A missing record does not mean a dead worker either, because a restarted registry is empty until the next heartbeats. So
+there are two views. `workers` are the present records; they get new requests. `incarnations` are the workers whose
+connections, streams and caches are kept: present, or absent for less than FORGET_S, unless another incarnation with the
+same id or address shows that the former one has ended.
 """
 
 from __future__ import annotations

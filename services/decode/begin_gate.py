@@ -12,15 +12,15 @@ from contextlib import ExitStack
 
 
 class BeginGate:
-    """Counts each request that begins until what it got by entering is closed."""
+    """Counts a request from `enter` until the ExitStack that it returned is closed."""
 
     def __init__(self) -> None:
         self._count = 0  # requests that begin
-        self._empty = asyncio.Event()  # that count is 0
+        self._empty = asyncio.Event()  # the count is 0
         self._empty.set()
         self._open = asyncio.Event()  # no request begins alone, or waits for it
         self._open.set()
-        self._alone = asyncio.Lock()  # held by the one that begins alone
+        self._alone = asyncio.Lock()  # held by the request that begins alone
 
     async def enter(self) -> ExitStack:
         """Waits while another request begins alone."""
@@ -29,8 +29,8 @@ class BeginGate:
         return self._enter(alone=False)
 
     async def enter_alone(self) -> ExitStack:
-        """Waits for those that begin alone, in their order, keeps new requests out, and waits for those that begin
-        already. The caller bounds the wait."""
+        """Waits for earlier requests that begin alone, blocks new requests, and waits for those that are beginning. The
+        caller bounds the wait."""
         await self._alone.acquire()
         self._open.clear()
         try:

@@ -1,4 +1,4 @@
-"""One Decode call of a router: what it asks for, and the one sink of its events.
+"""One Decode call of a router: its request, and the single sink of its events.
 
 emit   Admitted, first token   ▶ the call's own stream
        later tokens, Ended     ▶ the router's StreamMux
@@ -22,7 +22,7 @@ class DecodeCall:
         self.request = request
         self.span = span
         self.started = monotonic()
-        self.remaining_s = context.time_remaining()  # until the caller's deadline; None: it has none
+        self.remaining_s = context.time_remaining()  # until the caller's deadline; None: no deadline
         self._context = context
         self._mux = mux
         self._first_sent = False
@@ -45,7 +45,7 @@ class DecodeCall:
 
 
 def _report_phases(span: Span, timing: decode_pb2.FirstTokenTiming) -> None:
-    """Those phases that this worker has measured, with the receipt's durations; the last one ended now."""
+    """Adds the phases that this worker measured to the span, with the receipt's durations; the last one ended now."""
     prefill, start = timing.prefill, monotonic() - timing.total_seconds
     inside = prefill.queue_seconds + prefill.compute_seconds
     handoff = timing.total_seconds - timing.admit_seconds - inside

@@ -1,10 +1,10 @@
-"""Where blocks of another layout arrive on this decode worker, and are converted.
+"""Receives blocks of another layout on this decode worker, and converts them.
 
     source ──read──▶ staging (its layout) ──digest──▶ converted ──▶ blocks of the sequence (this worker's layout)
 
-A prefill worker whose layout means the same (engine/core/kv_conversion.py) is read as it is: it is asked in its own
-layout, for its own blocks, and need not know that another layout exists. The digest is that of the bytes that it sent.
-The staging has room for STAGED_BYTES; parts of transfers take turns.
+Blocks of a prefill worker whose layout has the same meaning (engine/core/kv_conversion.py) are requested and read in
+that layout, so the prefill worker need not know of the conversion. The digest covers the bytes that it sent. The
+staging has room for STAGED_BYTES; parts of transfers take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MOST = 2  # layouts at a time other than the worker's own: those before and afte
 
 
 class KvLanding:
-    """The staging of one other layout. Made on any thread: it touches its memory, and starts a transport."""
+    """The staging of one other layout. Its constructor may run on any thread: it touches the memory and starts a
+    transport."""
 
     def __init__(
         self, worker: Worker, layout: KvLayout, names: abc.Sequence[str], loop: asyncio.AbstractEventLoop
@@ -47,7 +48,7 @@ class KvLanding:
         self._converter = KvConverter(layout, count, worker.engine.pages)
         staging = self._converter.staging
         region = Region(staging.base_address, count, layout.block_bytes, keepalive=staging.buffer)
-        # Another agent than that of the worker's pages.
+        # A separate agent from that of the worker's pages.
         self.transport = worker.transport_over(region, f"{worker.incarnation}-{layout.hash()[:8]}", layout.hash())
         self.transport.on_broken = worker.transport.on_broken
         self.digest_blocks = digests(block_reader(staging))
@@ -57,13 +58,14 @@ class KvLanding:
         self._loop = loop
 
     def convert(self, staged: abc.Sequence[tuple[int, int]], table: abc.Sequence[int], tokens: range) -> None:
-        """As KvConverter.convert, done when it returns: reads write to the staging, and to blocks that were freed,
-        outside of a device's queue."""
+        """As KvConverter.convert, and waits for the device, because reads write to the staging and to freed blocks
+        outside the device's queue."""
         self._converter.convert(staged, table, tokens)
         device_done(self._converter.staging.buffer.device)
 
     async def take(self, count: int) -> list[int]:
-        """Places in the staging, in turn. The wait is bounded: who has places reads into them, without stalling."""
+        """Takes places in the staging, in turn. The wait is bounded, because holders of places read into them and their
+        reads cannot stall."""
         if count > self.count:
             raise TransferFailed(f"a part of {count} blocks, where {self.count} can be converted at a time")
         async with self._turn:
@@ -79,27 +81,27 @@ class KvLanding:
         return len(self._free) == self.count
 
     def give(self, places: abc.Sequence[int]) -> None:
-        """On the event loop."""
+        """Returns places. Call it on the event loop."""
         self._free += places
         self._given.set()
 
     def give_soon(self, places: abc.Sequence[int]) -> None:
-        """On any thread."""
+        """As `give`, on any thread."""
         self._loop.call_soon_threadsafe(self.give, places)
 
 
 @dataclass(frozen=True)
 class Landed:
-    """One sequence that arrives in a landing: to a Receiver, its reads and its digests. Local blocks are indices in the
-    sequence."""
+    """One sequence that arrives in a landing: the reads and the digests of its Receiver. Local blocks are indices in
+    the sequence."""
 
     landing: KvLanding
     table: abc.Sequence[int]  # this worker's blocks of the sequence
-    tokens: range  # that are written; those before are cached, in blocks of others too
-    places: dict[int, int]  # index in the sequence -> where it lies in the staging
+    tokens: range  # the tokens that are written; earlier ones are cached, in blocks that other sequences may share
+    places: dict[int, int]  # index in the sequence -> place in the staging
 
     def expected(self, sequence: Sequence) -> dict[int, tuple[bytes, int]]:
-        """The source's blocks that have `tokens`, by index: what the digest of each is bound to, and where it goes."""
+        """The source's blocks that have `tokens`, by index: the context of each block's digest, and its local index."""
         size = self.landing.layout.block_size
         contexts = sequence.contexts(size, 0)
         return {index: (contexts[index], index) for index in range(self.tokens.start // size, len(contexts))}
@@ -129,8 +131,8 @@ class Landed:
         return self.landing.transport.why(peer)
 
     def digest_blocks(self, blocks: abc.Sequence[tuple[int, bytes]]) -> abc.Sequence[bytes]:
-        """Digests of the bytes that came; then they are converted, also if they are wrong: the sequence is not used
-        then. On a thread."""
+        """Computes the digests and converts the blocks, even wrong ones, because their sequence is then not used. Runs
+        on a thread."""
         staged = [(self.places.pop(index), index) for index, _ in blocks]
         try:
             found = self.landing.digest_blocks(
@@ -142,7 +144,7 @@ class Landed:
             self.landing.give_soon([place for place, _ in staged])
 
     def close(self) -> None:
-        """After the Receiver's end: what was read and never converted."""
+        """Returns places of blocks that were read but not converted. Call it after the Receiver has ended."""
         self.landing.give(list(self.places.values()))
         self.places.clear()
 
@@ -197,11 +199,11 @@ class KvLandings:
             self._not_closed.append(landing)
 
     def at(self, peer: Peer) -> KvLanding | None:
-        """Of a source that has been connected."""
+        """The landing of a connected source."""
         return self._made.get(peer.layout_hash)
 
     def under_way(self, number: int) -> tuple[Hashable, float] | None:
-        """Of one of their transports, for a watchdog."""
+        """As Transport.under_way, of the transport with this number."""
         made = list(self._made.values())
         return made[number].transport.under_way if number < len(made) else None
 

@@ -1,4 +1,4 @@
-"""Reads from a prefill worker that serve no request: they measure a link's speed, or verify that it works."""
+"""Reads from a prefill worker without a request, to measure a link's speed or to verify that it works."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from services.worker import Worker
 from tandem.errors import Busy, DeadlineExceeded, TransferFailed
 
 PROBE_BYTES = 64 * 2**20
-COMPARE_BYTES = 16 * 2**20  # at the start of each pair, beside requests
-PROBE_TIMEOUT_S = 10.0  # of connecting for a probe and of each of its reads
-PROBE_WAIT_S = 10.0  # for another probe of this worker to end
+COMPARE_BYTES = 16 * 2**20  # at the start of each pair, alongside requests
+PROBE_TIMEOUT_S = 10.0  # for connecting, and for each read
+PROBE_WAIT_S = 10.0  # to wait for another probe of this worker
 
 
 class Probes:
@@ -28,8 +28,8 @@ class Probes:
         self._count = itertools.count(1)
 
     async def speed(self, peer: Peer, size: int = PROBE_BYTES) -> float:
-        """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
-        Raises Busy, and what the transport raises."""
+        """Bytes per second of reads from this peer. A worker runs one probe at a time, so that probes do not slow each
+        other down. Raises Busy and the transport's errors."""
         most = size // peer.block_bytes
         landing = self._landings.at(peer)
         room = landing.count if landing else self._worker.engine.pool.total
@@ -41,7 +41,7 @@ class Probes:
                 return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
 
     async def compare(self, peer: Peer) -> None:
-        """Measures the transports of a new peer where there is a choice. Raises as `speed`."""
+        """Measures the transports of a new peer, if there are several. Raises as `speed`."""
         if isinstance(self._worker.transport, AutoTransport):
             await self.speed(peer, COMPARE_BYTES)
 

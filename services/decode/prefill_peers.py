@@ -40,7 +40,7 @@ from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0  # of GetPeer
 CONNECT_TIMEOUT_S = 5.0  # of the KV plane
-VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications; doubled after each failure
+VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications; doubles after each failure
 Verify = Callable[[Peer], Awaitable[object]]
 
 
@@ -52,7 +52,7 @@ class PrefillPeer:
     peer: Peer
     stub: prefill_pb2_grpc.PrefillServiceStub
     transport: Transport
-    landing: KvLanding | None  # where its blocks arrive if they have another layout; None: where they belong
+    landing: KvLanding | None  # receives blocks of another layout; None: the layout is this worker's
 
     async def adapters(self) -> dict[str, bytes]:
         """The fingerprints of the adapters that it serves now, by name. Raises Unavailable."""
@@ -94,7 +94,7 @@ class PrefillPeers:
     @asynccontextmanager
     async def using(self, worker_id: str, incarnation: str, address: str) -> AsyncIterator[PrefillPeer]:
         """The connected prefill worker, kept until the block ends. Raises IncompatibleLayout, StaleTransfer (the worker
-        has another incarnation now), WorkerLost, and TransferFailed when it cannot be connected, or at once when a
+        has another incarnation now), WorkerLost, and TransferFailed: if it cannot be connected, or at once if a
         transfer from it has failed and it has not been verified since."""
         link = self._link((worker_id, incarnation), address)
         link.users += 1
@@ -159,7 +159,7 @@ class PrefillPeers:
             except (StaleTransfer, IncompatibleLayout) as error:
                 link.failed = error
                 return
-            except Busy as error:  # no block is free here, which says nothing about the worker
+            except Busy as error:  # no local block is free: no information about the prefill worker
                 log.info("source.not_verified", source=link.incarnation[0], error=error.message)
             except Exception as error:  # noqa: BLE001, every caller of `_get` receives it
                 link.failed = known(error, "verifying a prefill worker")
@@ -181,7 +181,7 @@ class PrefillPeers:
         if self._compare is not None:
             try:
                 await self._compare(source.peer)
-            except TandemError as error:  # requests find out by themselves whether KV arrives
+            except TandemError as error:  # requests detect by themselves whether KV arrives
                 log.warning("source.not_measured", source=link.incarnation[0], error=error.message)
 
     async def _connect(self, link: _Link) -> PrefillPeer:
@@ -229,7 +229,7 @@ class PrefillPeers:
         return {link.peer.layout_hash for link in self._links.values() if link.peer is not None}
 
     def _dial(self, peer: Peer, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
-        """For a transport whose sources act: a call to a source that this worker has a link to."""
+        """The Link call to a source, for a transport in which both sides act."""
         address = self._links[peer.worker_id, peer.incarnation].address
         return dialled(prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address)), peer, messages)
 

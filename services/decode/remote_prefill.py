@@ -65,11 +65,11 @@ class RemotePrefill:
         self._digest_blocks = digest_blocks
 
     async def run(self, call: DecodeCall, sequence: Sequence, held: AsyncExitStack) -> PrefillResult:
-        """Gets the KV of a sequence with reserved blocks from the prefill worker that the call names, emits the first
-        token meanwhile, and lets the engine run the sequence. Raises errors for the router: see `from_below`.
+        """Reads the KV of a sequence with reserved blocks from the call's prefill worker, emits the first token
+        meanwhile, and then joins the sequence to the engine. Raises errors for the router: see `from_below`.
 
-        `held` frees what the request holds on this worker. If reads are still in flight at the end, its content is
-        moved to the cleanup, which closes it when they have ended.
+        `held` frees the request's resources on this worker. If reads are still in flight at the end, its content moves
+        to the cleanup, which closes it when they have ended.
         """
         reserved_at = monotonic()
         async with AsyncExitStack() as using:
@@ -129,7 +129,7 @@ class RemotePrefill:
     def _request(
         self, request: decode_pb2.DecodeRequest, sequence: Sequence, prefill: PrefillPeer
     ) -> prefill_pb2.PrefillRequest:
-        """In the source's own blocks."""
+        """The request, in terms of the source's blocks."""
         return prefill_pb2.PrefillRequest(
             request_id=f"{request.request_id}/{request.attempt}",
             token_ids=request.token_ids,
@@ -158,7 +158,7 @@ def _report(stats: TransferStats, exposed: float, converted: str) -> common_pb2.
 
 
 def _attributes(stats: TransferStats) -> dict[str, Any]:
-    """Of the transfer's span."""
+    """The attributes of the transfer's span."""
     return {
         "tandem.kv.transport": stats.transport,
         "tandem.kv.bytes": stats.bytes,

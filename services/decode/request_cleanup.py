@@ -1,4 +1,4 @@
-"""Frees what a request holds on this decode worker when its call ends: finished, failed, or cancelled because a client
+"""Frees a request's resources on this decode worker when its call ends: finished, failed, or cancelled because a client
 disconnected or the router was lost.
 
 A request holds an adapter slot, an entry among the requests in progress, and KV blocks. They are freed in reverse

@@ -43,8 +43,8 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.tasks import end, forever
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
-# A crash of this process may lose messages that gRPC was given less than this time before. The router must learn that a
-# request begins alone before the request can crash this worker, and that it has begun before another one can.
+# A crash of this process may lose messages that gRPC got less than this time ago. The router must learn that a request
+# begins alone before it can crash this worker, and that it has begun before another request can.
 SENT_S = 0.05
 
 
@@ -108,8 +108,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await call.emit(_ended(sequence, finish, result.transfer))
 
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
-        """The router knows which content it means: it has loaded the adapter, or the tokens generated so far are of
-        it."""
+        """Checks the adapter's content against the one that the router means: the loaded adapter, or the one that
+        generated the tokens so far."""
         name, wanted = request.adapter.name, request.adapter.fingerprint
         try:
             if not wanted or wanted == self._worker.adapters.fingerprint(name, wanted):
@@ -155,7 +155,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return PrefillResult(steps[-1].progress.finish, watch, joined_at)
 
     async def _generate(self, call: DecodeCall, sequence: Sequence, result: PrefillResult) -> Finish:
-        """Emits what the engine samples from here on."""
+        """Emits the tokens that the engine samples, to the end."""
         report, finishes = result.transfer, list[Finish]()
 
         def on_progress(steps: list[StepOutput]) -> bool:
@@ -177,7 +177,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def ProbePair(
         self, request: decode_pb2.ProbePairRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.ProbePairResponse:
-        """Measures the link to a prefill worker, by reads into blocks that no request holds."""
+        """Measures the link to a prefill worker, with reads into free blocks."""
         worker, where = self._worker, request.prefill
         try:
             async with self._peers.using(where.worker_id, where.incarnation, where.address) as source:
@@ -213,7 +213,7 @@ def _sequence(
     if request.HasField("prefill"):
         sampling = replace(sampling, prompt_logprobs=None)  # the prefill worker computes them
     return Sequence(
-        # A name used only once: the end of a call must not free the blocks of another one of the same attempt.
+        # A unique name: the end of a call must not free the blocks of another call of the same attempt.
         id=f"sequence:{request.request_id}/{request.attempt}#{number}",
         tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,

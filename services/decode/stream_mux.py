@@ -1,5 +1,5 @@
-"""Multiplexes the token streams of one router onto one gRPC stream, the Feed call: one message for a step, however many
-streams got tokens, or for several steps when they are shorter than the interval that the router has set.
+"""Multiplexes the token streams of one router onto one gRPC stream, the Feed call: one message per step for all
+streams, or per several steps if these are shorter than the router's interval.
 
     Decode   ... first token ▶ │ put ─┐
     Decode   ... first token ▶ │ put ─┼▶ StreamMux ▶ one message ▶ services/router/execution/stream_mux.py
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.v1 import decode_pb2
 
-MAX_EVENTS = 256  # in one message, when the router is behind: with log probabilities some 100 KB
+MAX_EVENTS = 256  # in one message to a slow router: with log probabilities some 100 KB
 MAX_INTERVAL_S = 1.0
 
 
@@ -32,7 +32,7 @@ class StreamMux:
         self._sent_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None  # sends the waiting events
         self._events: list[decode_pb2.DecodeResponse] = []
-        self._latest: dict[int, decode_pb2.DecodeResponse] = {}  # of them, by lane
+        self._latest: dict[int, decode_pb2.DecodeResponse] = {}  # the latest waiting event of each lane
         self._wake = asyncio.Event()
         self.closed = False
 

@@ -136,8 +136,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 span.phase("prefill_queue", arrived, timing.queue_seconds)
                 span.phase("prefill_compute", first_step, timing.compute_seconds)
                 yield first
-            # Full blocks are final. The last, partial block is final when the prompt is, and so is the copy of a
-            # recurrent state behind it: nothing is appended here.
+            # Full blocks are final. The last, partial block and the copy of a recurrent state after it are final with
+            # the prompt, because nothing is appended here.
             final = len(contexts) if finished else latest.num_computed // pool.block_size
             if final > announced or finished:
                 for start in range(announced, max(final, announced + 1), part):
