@@ -1,5 +1,5 @@
-"""How a model writes its answers: which markers are around its reasoning, and in which format it writes calls. The
-checkpoint's chat template determines both; settings can name them instead.
+"""The format of a model's answers: the markers around its reasoning, and the format of its calls. The checkpoint's chat
+template determines both; settings can override it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tandem.errors import SettingsError
 
 HARMONY, NONE = "harmony", "none"
 
-# By name, with the models that write so. Of two whose markers a template has, the first counts.
+# By name, with the models that use it. If a template has the markers of two, the first one counts.
 FORMATS: dict[str, Markers] = {
-    # Gemma 4. Without reasoning it writes an empty one.
+    # Gemma 4. Without reasoning it writes an empty reasoning part.
     "gemma4": Markers(("<|channel>thought",), ("<channel|>",), tokens=("<|channel>",)),
     "seed_oss": Markers(("<seed:think>",), ("</seed:think>",)),
     "minimax_m3": Markers(("<mm:think>",), ("</mm:think>",)),
@@ -45,18 +45,18 @@ FORMATS: dict[str, Markers] = {
     "think": Markers(("<think>",), ("</think>",)),
 }
 
-# By what a template shows that the answer has markers too, where their own texts are not enough: MiniMax M2 has the
-# results of tools between <response> and </response>.
+# Texts in a template that prove markers around the answer, if the markers alone do not: MiniMax M2 has the results of
+# tools between <response> and </response>.
 ANSWER_SHOWN = {"granite_tags": "<response></response>"}
 
-# With this first token gpt-oss begins a message; its answer is the message after these texts.
+# gpt-oss begins a message with this token; its answer is the message after these texts.
 HARMONY_ANSWER = (harmony_reader.CHANNEL, f"final{harmony_reader.MESSAGE}")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`reasoning`: None, the answer has none. `calls`: a name of call_formats.registry, or "harmony"; None: calls stay
-    text. `harmony`: gpt-oss, whose messages are reasoning, text and calls; `reasoning` is None then."""
+    """`reasoning`: None if the answer has no reasoning. `calls`: a name of call_formats.registry, or "harmony"; None:
+    calls stay text. `harmony`: gpt-oss, whose messages are reasoning, text and calls; then `reasoning` is None."""
 
     reasoning: Markers | None = None
     calls: str | None = None
@@ -73,10 +73,10 @@ class AnswerFormat:
         calls: str | None = None,
     ) -> AnswerFormat:
         """The format of a model with this chat template. `knows_tools`: the template shows the model its tools.
-        `written`: an answer with a call as the template writes it; some put their markers together from pieces.
-        `reasoning` and `calls`: the settings, each the name of a format, or "none"; None: as the template shows. The
-        reasoning of a model that is not known here can be given by its two markers with a space between them. Raises
-        SettingsError for an unknown name, and where only one of the two is harmony."""
+        `written`: a rendered answer with a call, because some templates compose their markers from pieces. `reasoning`
+        and `calls`: the settings, each the name of a format, or "none"; None: as the template shows. `reasoning` may
+        also be two markers with a space between them. Raises SettingsError for an unknown name, and if only one of the
+        two is harmony."""
         template = re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL)
         found = HARMONY if _is_harmony(template) else _reasoning_of(template + written)
         chosen = found if reasoning is None else reasoning
@@ -107,16 +107,16 @@ class AnswerFormat:
 
     @property
     def reasoning_markers(self) -> tuple[str, str]:
-        """The text by which an answer with reasoning begins, and the text after which its answer proper begins. Empty
-        without reasoning."""
+        """The text that begins an answer with reasoning, and the text that ends the reasoning. Empty without
+        reasoning."""
         if self.harmony:
             return HARMONY_ANSWER
         return (self.reasoning.open[0], self.reasoning.close[0]) if self.reasoning else ("", "")
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts by which the parts are told apart. Those that are special tokens must stay visible to the reader of
-        the answer, and no others."""
+        """The texts that separate the parts. Of all special tokens only these stay visible to the reader of the
+        answer."""
         if self.harmony:
             return frozenset(harmony_reader.MARKERS)
         reasoning = self.reasoning.texts if self.reasoning else ()
@@ -124,10 +124,9 @@ class AnswerFormat:
         return frozenset((*reasoning, *calls))
 
     def begins_inside(self, prompt_end: str, *, continued: bool = False) -> bool:
-        """The answer begins within reasoning, by the end of the rendered prompt: it ends with the opening marker and
-        white space. With `continued` the answer goes on with the model's own message: its reasoning has an opening
-        marker without a closing one after it. A marker before other text counts only then, since users write markers
-        too."""
+        """Whether the answer begins within reasoning: the rendered prompt ends with the opening marker and white space.
+        With `continued` the answer continues the model's message, and then also if that has an opening marker without a
+        later closing one. A marker before other text counts only in this case, because users may write markers, too."""
         opening: tuple[str, ...]
         close: tuple[str, ...]
         if self.harmony:
@@ -150,7 +149,7 @@ def _is_harmony(template: str) -> bool:
 
 
 def _reasoning_of(template: str) -> str:
-    """By the markers that the template writes, tells the model to write, or removes from earlier answers."""
+    """The format whose markers the template writes, requests, or removes from earlier answers."""
     for name, markers in FORMATS.items():
         either = any(marker in template for marker in (*markers.open, *markers.close))
         if either and (markers.answer is None or ANSWER_SHOWN.get(name, markers.answer[0]) in template):

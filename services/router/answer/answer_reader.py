@@ -15,16 +15,16 @@ from services.router.answer.reasoning_reader import CallsWithin, ReasoningReader
 class AnswerReader:
     """Reads the parts of one answer.
 
-    `tools`: those that were offered, a list as in OpenAI's API; without any, calls stay text. `begins_inside`: the
-    prompt ends within reasoning. `one_call`: all calls but the first are dropped (parallel_tool_calls: false; vLLM
-    keeps the first too). A call within unfinished reasoning ends it, see ReasoningReader.
+    `tools`: the offered tools, a list as in OpenAI's API; without tools, calls stay text. `begins_inside`: the prompt
+    ends within reasoning. `one_call`: all calls except the first are dropped (parallel_tool_calls: false, as in vLLM).
+    A call within unfinished reasoning ends the reasoning (ReasoningReader).
     """
 
     def __init__(
         self, format: AnswerFormat, *, tools: list[Any] | None, begins_inside: bool, one_call: bool = False
     ) -> None:
         self._one_call = one_call
-        self._calls: PartReader | None = None  # reads the text that the first reader leaves
+        self._calls: PartReader | None = None  # reads the text of the first reader
         self._first: ReasoningReader | HarmonyReader | None = None  # None: there is no reasoning
         self._dropping = False  # the call being read
         self.calls = 0  # passed on
@@ -43,7 +43,7 @@ class AnswerReader:
 
     @property
     def inside(self) -> bool:
-        """Within reasoning that has not ended."""
+        """Whether the text is within reasoning."""
         return self._first is not None and self._first.inside
 
     def push(self, text: str) -> list[Part]:
@@ -51,7 +51,7 @@ class AnswerReader:
         return self._passed_on(self._with_calls(self._first.push(text) if self._first else [Text(text)]))
 
     def finish(self) -> list[Part]:
-        """What was held back; the answer has ended."""
+        """Ends the answer: the parts that were held back."""
         parts = self._with_calls(self._first.finish() if self._first else [])
         return self._passed_on(parts + (self._calls.finish() if self._calls else []))
 

@@ -1,4 +1,4 @@
-"""Splits an answer in the harmony format, in which the gpt-oss models write: messages, each with a header.
+"""Splits an answer in gpt-oss's harmony format: messages, each with a header.
 
     <|channel|>analysis<|message|>short<|end|>                     ─▶  Reasoning("short")
     <|start|>assistant<|channel|>commentary to=functions.f
@@ -35,17 +35,17 @@ Kind = type[Text] | type[Reasoning] | type[CallArguments]
 
 
 class HarmonyReader:
-    """Reads the messages of an answer. Their texts are passed on as they are, with an empty line between two messages
+    """Reads the messages of an answer. Their texts are passed on unchanged, with an empty line between two messages
     that become one part.
 
-    The channel `analysis` is reasoning, every other is text, what the model says before its calls included
-    (`commentary` without a recipient). With `offers_tools` a message to `functions.NAME` on any channel but `final` is
-    a call: the models also write them to `analysis`. One without arguments gets {}. A message to anyone else, such as
-    the built-in `python`, counts by its channel alone.
+    The channel `analysis` is reasoning, every other one text, including `commentary` without a recipient, which comes
+    before calls. With `offers_tools` a message to `functions.NAME` on any channel but `final` is a call: the models
+    also write them to `analysis`. A call without arguments gets {}. A message to another recipient, such as the
+    built-in `python`, counts by its channel.
 
-    Of a malformed answer only headers are lost. Text before any header is text. A header that the model does not end,
-    or that is longer than MAX_HEADER, is followed by its message all the same. A message ends where the next header
-    begins. A marker counts wherever it stands, since a text does not show which of them were special tokens.
+    A malformed answer loses only headers. Text before any header is text. A header without an end, or longer than
+    MAX_HEADER, is still followed by its message. A message ends where the next header begins. A marker counts anywhere,
+    because the text does not show which markers were special tokens.
     """
 
     def __init__(self, *, offers_tools: bool, begins_inside: bool = False) -> None:
@@ -60,7 +60,7 @@ class HarmonyReader:
 
     @property
     def inside(self) -> bool:
-        """Within a message of reasoning."""
+        """Whether the text is within a message of reasoning."""
         return self._step == self._body and self._kind is Reasoning
 
     def push(self, text: str) -> list[Part]:
@@ -76,7 +76,7 @@ class HarmonyReader:
         if self._step == self._header:
             kind, name, held = _read(held[: len(held) - begun(held, MARKERS)], self._offers_tools)
             if any(word.startswith(held) for word in WORDS):
-                return []  # the answer was cut within the header
+                return []  # the answer ended within the header
             self._begin(parts, kind, name)
         self._pass_on(parts, held)
         self._end(parts)
@@ -141,7 +141,7 @@ class HarmonyReader:
         self._kind, self._step, self._empty = kind, self._body, True
 
     def _without_message(self, parts: list[Part], header: str) -> None:
-        """The header has no <|message|>: its message is what follows its words."""
+        """The header has no <|message|>: its message follows its words."""
         kind, name, rest = _read(header, self._offers_tools)
         self._begin(parts, Text if kind is CallArguments and not rest else kind, name)
         self._pass_on(parts, rest)
@@ -155,7 +155,7 @@ class HarmonyReader:
         parts.append(self._kind(text))
 
     def _end(self, parts: list[Part]) -> None:
-        """Of the message."""
+        """Ends the message."""
         if self._kind is CallArguments:
             if self._empty:
                 parts.append(CallArguments("{}"))
@@ -165,7 +165,8 @@ class HarmonyReader:
 
 
 def _read(header: str, offers_tools: bool) -> tuple[Kind, str, str]:
-    """What the header's message is, the name of the function that it calls, and the text after the header's words."""
+    """The kind of the header's message, the name of the function that it calls, and the text after the header's
+    words."""
     words = _WORDS.match(header.rpartition(CHANNEL)[2].rpartition(START)[2])
     assert words is not None  # each of them may be absent
     rest = _MARKER.sub("", words.string[words.end() :])

@@ -1,4 +1,4 @@
-"""Parts of an answer as messages: in Delta and Finished, where a message that has nothing but text has no parts."""
+"""Parts of an answer as messages, in Delta and Finished; a message that has only text has no parts."""
 
 from __future__ import annotations
 

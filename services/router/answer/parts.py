@@ -1,10 +1,10 @@
-"""The parts of the answer to a chat, as its readers find them in the model's text.
+"""The parts of an answer to a chat, which readers find in the model's text.
 
     text ─▶ AnswerReader ─▶ Reasoning, Text, CallBegin, CallArguments
 
-A reader is fed pieces of text. The parts that it returns, adjacent ones of one kind joined, do not depend on how the
-text was cut; no part has a piece of a marker; and a reader holds back only what may become a marker. Independent of
-HTTP, gRPC and tokens.
+A reader takes pieces of text. Its parts, with adjacent ones of one kind joined, do not depend on how the text was
+split, and contain no piece of a marker. A reader holds back only text that may become a marker. Independent of HTTP,
+gRPC and tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the last call's arguments, which are JSON text together."""
+    """A piece of the last call's arguments; all pieces together are JSON text."""
 
     text: str
 
@@ -50,7 +50,7 @@ class PartReader(Protocol):
         """The parts that the text completes."""
 
     def finish(self) -> list[Part]:
-        """What was held back; the answer has ended."""
+        """Ends the answer: the parts that were held back."""
 
 
 def new_call_id() -> str:

@@ -14,13 +14,13 @@ from tandem.v1 import generation_pb2
 @dataclass(frozen=True, slots=True)
 class Reading:
     format: AnswerFormat
-    tools: list[Any] | None  # those that were offered; None: calls stay text
+    tools: list[Any] | None  # the offered tools; None: calls stay text
     begins_inside: bool  # the prompt ends within reasoning
     one_call: bool  # only the first call is passed on
 
     @property
     def finds_parts(self) -> bool:
-        """Whether the answer can have other parts than text."""
+        """Whether the answer can have parts other than text."""
         return self.format.reasons or bool(self.tools and self.format.calls)
 
     def reader(self) -> AnswerReader:

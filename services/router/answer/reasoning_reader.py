@@ -2,9 +2,8 @@
 
     "<think>\\nshort\\n</think>\\n\\nYes."  ─▶  Reasoning("short"), Text("Yes.")
 
-The markers are text here: whoever turns tokens into text keeps those visible that are special tokens. The servers of
-the field (vLLM's reasoning parsers, SGLang's detectors) find the same markers; they differ in what they do with the
-white space beside them, see ReasoningReader.
+The markers are text here: the detokenizer keeps those visible that are special tokens. vLLM's reasoning parsers and
+SGLang's detectors find the same markers, but treat the white space around them differently (see ReasoningReader).
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from enum import Enum, auto
 from services.router.answer.parts import CallBegin, Part, PartReader, Reasoning, Text
 
 SPACE = " \t\r\n"
-MAX_SPACE = 64  # characters of white space beside a marker that are dropped with it
-MAX_CALL = 4096  # characters from a call's marker on, by which it must be known whether a call begins
-# What a probe that finds no call has read is read again by the next one. Each character of reasoning allows for so many
-# characters of such probes, and no more than so many can be saved up. Without, a text of unclosed calls took
-# 200 times as long.
+MAX_SPACE = 64  # characters of white space next to a marker that are dropped with it
+MAX_CALL = 4096  # characters after a call's marker within which a call must be recognised
+# A failed probe's text is read again by the next probe. Each character of reasoning allows for this many characters of
+# probes, up to a maximum. Without this bound a text of unclosed calls took 200 times as long.
 PROBED_PER_CHARACTER = 4
 MAX_ALLOWANCE = 4 * MAX_CALL
-PROBE_BLOCK = 64  # characters; a probe's cost is counted in whole ones, so it does not depend on how the text was cut
+PROBE_BLOCK = 64  # characters; probes cost whole blocks, so the cost does not depend on how the text was split
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,8 @@ class Markers:
 
     open: tuple[str, ...]
     close: tuple[str, ...]
-    answer: tuple[str, str] | None = None  # before and after the answer, with models that mark it too
-    tokens: tuple[str, ...] = ()  # special tokens of which these texts consist, where a text is not one token
+    answer: tuple[str, str] | None = None  # before and after the answer, for models that mark it, too
+    tokens: tuple[str, ...] = ()  # special tokens that make up a marker that is not one token
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -42,11 +40,11 @@ class Markers:
 
 @dataclass(frozen=True, slots=True)
 class CallsWithin:
-    """How a call is told that begins before the reasoning has been closed."""
+    """How to recognise a call that begins before the reasoning has been closed."""
 
     markers: tuple[str, ...]
     reader: Callable[[], PartReader]  # of calls
-    names: frozenset[str]  # of the tools that were offered
+    names: frozenset[str]  # of the offered tools
 
 
 class State(Enum):
@@ -62,18 +60,18 @@ class State(Enum):
 class ReasoningReader:
     """Reads Reasoning, then Text.
 
-    The opening marker counts only at the beginning of the answer, after white space or not; a later one is text. Where
-    the prompt ends with it (`begins_inside`), one that the model writes again is dropped. An answer that ends within
-    the reasoning is all reasoning. A closing marker without reasoning is text.
+    The opening marker counts only at the beginning of the answer, possibly after white space; a later one is text. If
+    the prompt ends with it (`begins_inside`), a repeated one is dropped. An answer that ends within the reasoning is
+    all reasoning. A closing marker without reasoning is text.
 
-    White space beside a marker belongs to the marker: none is shown at the beginning and at the end of the reasoning,
-    nor lines without text before the answer, whose own indentation stays. (vLLM and SGLang pass line ends on, so their
-    answers of Qwen3 begin with two; llama.cpp drops them as this does.)
+    White space around a marker belongs to the marker: it is not shown at the beginning and at the end of the reasoning,
+    nor are empty lines before the answer; the answer's own indentation stays. (vLLM and SGLang pass line ends on, so
+    their Qwen3 answers begin with two; llama.cpp drops them, too.)
 
-    With `calls`, a call that the model begins within the reasoning ends it: models forget the closing marker, and
-    clients would never see the call (vLLM's issue 39056; SGLang and vLLM's parser for Qwen3 do the same). Since
-    reasoning also mentions markers, this takes the beginning of a call that can be read, of a tool that was offered,
-    before any closing marker. Of very many mentions some are not looked at.
+    With `calls`, a call within the reasoning ends the reasoning, because models forget the closing marker and clients
+    would never see the call (vLLM's issue 39056; SGLang and vLLM's parser for Qwen3 do the same). Because reasoning
+    also mentions markers, the call must be readable, name an offered tool, and begin before any closing marker. If
+    there are very many mentions, some are not examined.
     """
 
     def __init__(self, markers: Markers, *, begins_inside: bool = False, calls: CallsWithin | None = None) -> None:
@@ -93,12 +91,12 @@ class ReasoningReader:
         self._line_ended = False  # in the white space after the last marker
         self._in_answer = False  # its opening marker has come, and its closing one has not
         self._probe: PartReader | None = None
-        self._space = self._probed = 0  # characters of the held text: before the call's marker, that the probe has read
+        self._space = self._probed = 0  # characters of the held text: before the call's marker, and read by the probe
         self._allowance = MAX_ALLOWANCE  # characters that probes may read
 
     @property
     def inside(self) -> bool:
-        """The reasoning has begun and has not ended."""
+        """Whether the reasoning has begun and has not ended."""
         return self._state in (State.OPENED, State.REASONING, State.CALL)
 
     def push(self, text: str) -> list[Part]:
@@ -195,7 +193,7 @@ class ReasoningReader:
         self._allowance = min(MAX_ALLOWANCE, self._allowance + end * PROBED_PER_CHARACTER)
 
     def _is_call(self, parts: Sequence[Part]) -> bool | None:
-        """Whether what was read from the marker on is a call; None: not known yet."""
+        """Whether the text from the marker on is a call; None: not known yet."""
         first = next((part for part in parts if isinstance(part, CallBegin) or part.text), None)
         if first is None:
             return None
@@ -251,13 +249,13 @@ def _may_become(text: str, markers: Sequence[str]) -> bool:
 
 
 def _find(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """The place of the marker that is complete first, and the marker."""
+    """The position of the marker that is complete first, and the marker."""
     found = [(at + len(marker), at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found)[1:] if found else None
 
 
 def begun(text: str, markers: Sequence[str]) -> int:
-    """The length of the longest suffix of the text that is a marker's beginning."""
+    """The length of the longest suffix of the text that is a prefix of a marker."""
     longest = max((len(marker) for marker in markers), default=1)
     return next((size for size in range(min(longest - 1, len(text)), 0, -1) if _ends_with(text[-size:], markers)), 0)
 
@@ -267,6 +265,6 @@ def _ends_with(suffix: str, markers: Sequence[str]) -> bool:
 
 
 def _space_before(text: str, end: int) -> int:
-    """The number of characters of white space before the place, up to MAX_SPACE."""
+    """The number of characters of white space before the position, up to MAX_SPACE."""
     before = text[max(0, end - MAX_SPACE) : end]
     return len(before) - len(before.rstrip(SPACE))

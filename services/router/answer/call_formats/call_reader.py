@@ -1,10 +1,10 @@
-"""What the readers of all formats of calls have in common.
+"""The base of the readers of all formats of calls.
 
     text ─▶ upto a marker ─▶ a call ─▶ the gap after it ─▶ another call, or text again
 
-A call begins as soon as its name and the beginning of its arguments are there. What does not get that far is text, its
-marker included. What comes later is passed on as arguments, even where it is no JSON: clients validate. White space
-after a call is only shown where text follows it.
+A call begins when its name and the beginning of its arguments have arrived. Before that it is text, its marker
+included. After that everything is passed on as arguments, even if it is not JSON: clients validate. White space after a
+call is shown only if text follows.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Text, n
 
 
 class CallReader(ABC):
-    """A PartReader of Text and calls. Its work is linear in the text, and what it holds is bounded by MAX_HELD."""
+    """A PartReader of Text and calls. Its work is linear in the text; it holds at most MAX_HELD characters."""
 
-    whole: ClassVar[tuple[str, ...]] = ()  # what an answer may begin with that is a call and nothing else
+    whole: ClassVar[tuple[str, ...]] = ()  # beginnings of an answer that is only a call
     openers: ClassVar[Ends] = NOTHING  # markers before a call, anywhere
-    between: ClassVar[tuple[str, ...]] = ()  # what may stand between calls and after them; it is not shown
+    between: ClassVar[tuple[str, ...]] = ()  # texts between calls and after them, which are not shown
     others: ClassVar[tuple[str, ...]] = ()  # markers within a call
-    tokens: ClassVar[tuple[str, ...]] = ()  # special tokens that are a part of markers, where a marker is not one token
+    tokens: ClassVar[tuple[str, ...]] = ()  # special tokens that are a part of a marker
 
     def __init__(self, tools: list[Any] | None = None) -> None:
-        """`tools` are those that were offered, as in OpenAI's API; formats whose arguments have no types need them."""
+        """`tools` are the offered tools, as in OpenAI's API; formats with untyped arguments need them."""
         self._tools = tools or []
         self._in = Scanner()
         self._parts: list[Part] = []
@@ -34,7 +34,7 @@ class CallReader(ABC):
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
-        """Texts that stand around calls, and may be special tokens of a tokenizer."""
+        """Texts around calls, which may be special tokens of a tokenizer."""
         texts = (*cls.openers.texts, *cls.between, *cls.others)
         return tuple(dict.fromkeys(text for text in texts if len(text) > 1))
 
@@ -55,8 +55,8 @@ class CallReader(ABC):
 
     @abstractmethod
     def _call(self, opener: str) -> Steps[bool]:
-        """Reads what follows the opener, which is held, to the end of the call. False: it is no call, and all of it is
-        still held. True: the call has begun, and nothing is held."""
+        """Reads from after the opener, which is held, to the end of the call. False: it is not a call, and everything
+        is still held. True: the call has begun, and nothing is held."""
 
     def _answer(self) -> Steps[None]:
         opener = yield from self._beginning()
@@ -73,7 +73,8 @@ class CallReader(ABC):
             self._in.hold(opener)
 
     def _beginning(self) -> Steps[str]:
-        """The opener with which the answer begins after white space; only in a format whose call may be all of it."""
+        """The opener at the beginning of the answer, after white space, in a format whose call may be the whole
+        answer."""
         if not self.whole:
             return ""
         self._in.hold()
@@ -84,7 +85,7 @@ class CallReader(ABC):
         return opener
 
     def _gap(self) -> Steps[str]:
-        """Passes over what follows a call. Returns the opener of the next one, which is held."""
+        """Skips the text after a call. Returns the opener of the next call, which is held."""
         while True:
             self._in.hold()
             yield from self._in.space()
@@ -109,13 +110,13 @@ class CallReader(ABC):
         return new_call_id()
 
     def _pass(self, text: str) -> None:
-        """A piece of the arguments."""
+        """Passes on a piece of the arguments."""
         if text:
             self._parts.append(CallArguments(text))
 
 
 def is_name(text: str) -> bool:
-    """Whether it may be the name of a function: text that can be encoded, of some length."""
+    """Whether the text may be the name of a function: encodable, of 1 to MAX_NAME characters."""
     try:
         text.encode()
     except UnicodeEncodeError:

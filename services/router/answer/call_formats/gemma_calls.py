@@ -1,4 +1,4 @@
-"""Gemma's calls: objects whose keys have no quotes, and whose strings stand between two special tokens.
+"""Gemma's calls: objects with unquoted keys, and strings between two special tokens.
 
     gemma4           <|tool_call>call:NAME{peak:<|"|>Eiger<|"|>,year:2024,near:[<|"|>Mönch<|"|>]}<tool_call|>
     functiongemma    <start_function_call>call:NAME{peak:<escape>Eiger<escape>}<end_function_call>
@@ -25,7 +25,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class GemmaCalls(ObjectCalls):
-    """Llama 3's JSON is read as well: a forced call is one. After its calls the model writes <|tool_response>, where it
+    """Also reads Llama 3's JSON, the format of forced calls. After its calls the model writes <|tool_response> and
     stops."""
 
     quote: ClassVar[str] = '<|"|>'
@@ -53,8 +53,8 @@ class GemmaCalls(ObjectCalls):
         return True
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """Reads an object whose brace was read, to its end. False: what comes next is no part of one."""
-        open, key, first = ["}"], "", True  # the brackets that are due; the key whose value comes; no item came yet
+        """Reads an object after its opening brace, to its end. False: the next text is not part of an object."""
+        open, key, first = ["}"], "", True  # open brackets; the current key; whether no item has come yet
         while open:
             yield from self._in.space()
             if (yield from self._in.peek()) == open[-1]:
@@ -84,7 +84,7 @@ class GemmaCalls(ObjectCalls):
         return True
 
     def _named_key(self) -> Steps[str]:
-        """Reads a key, which may stand in quotes, and passes it on; empty if none is there."""
+        """Reads a key, which may be quoted, and passes it on; empty if there is none."""
         self._in.hold()
         quoted = (yield from self._in.literal((self.quote,))) if (yield from self._in.peek()) == "<" else ""
         key = (yield from self._in.run(_QUOTED_KEY if quoted else _KEY, MAX_NAME)).strip()
@@ -99,7 +99,7 @@ class GemmaCalls(ObjectCalls):
         return key
 
     def _scalar(self, name: str, key: str) -> Steps[bool]:
-        """Passes on a string as it comes, or a word. `key`: that of the parameter, empty within its value."""
+        """Passes on a string as it arrives, or a word. `key`: the parameter's; empty within its value."""
         character = yield from self._in.peek()
         if character == "<":
             self._in.hold()
@@ -115,7 +115,7 @@ class GemmaCalls(ObjectCalls):
             return (yield from self._in.nested(self._pass, NOTHING)) == '"'
         word = (yield from self._in.run(_WORD, MAX_WORD)).strip()
         if (yield from self._in.peek()) == "":
-            self._pass(word)  # it may go on
+            self._pass(word)  # the word may continue
             return False
         text = bool(key) and parameter_kind(self._tools, name, key).types == {"string"}
         self._pass(json.dumps(word, ensure_ascii=False) if text else json_of_word(word))

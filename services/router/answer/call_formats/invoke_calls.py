@@ -21,13 +21,13 @@ from services.router.answer.call_formats.typed_value import ANY, TEXT, Kind
 from services.router.answer.call_formats.xml_calls import XmlCalls
 
 _KEY = re.compile(r'[^<>"\n]+')
-_AS_TEXT, _AS_JSON = '" string="true">', '" string="false">'  # what DeepSeek's tag says of the value
+_AS_TEXT, _AS_JSON = '" string="true">', '" string="false">'  # the value's kind in DeepSeek's tag
 
 
 class InvokeCalls(XmlCalls):
     name_closer = '">'
     key_closers: ClassVar[tuple[str, ...]] = ('">',)
-    key_closer = ""  # of the parameter that is read
+    key_closer = ""  # the end of the current parameter
 
     def _key(self) -> Steps[str]:
         key = yield from self._in.run(_KEY, MAX_NAME)

@@ -18,18 +18,18 @@ from services.router.answer.call_formats.call_reader import CallReader, is_name
 from services.router.answer.call_formats.scanner import MAX_NAME, NOTHING, Ends, Steps
 
 ARGUMENTS = ("arguments", "parameters")
-NAME = re.compile(r"""[^\s<>{}\[\]()"'=,`]+""")  # of a function, where no quotes stand around it
+NAME = re.compile(r"""[^\s<>{}\[\]()"'=,`]+""")  # of a function, unquoted
 
 
 class ObjectCalls(CallReader):
     """Reads objects with a name and arguments, in any order."""
 
-    ends = NOTHING  # what ends a call although its object is not complete
+    ends = NOTHING  # texts that end a call even if its object is incomplete
     name_key = "name"
 
     def _object(self, *, marked: bool = True) -> Steps[bool]:
-        """One object, whose `{` was read. It is held; see _call. Without a marker before it, one without arguments is
-        only a call if a tool has its name."""
+        """Reads one object after its `{`, and holds it (see _call). Without a marker before it, an object without
+        arguments is a call only if a tool has its name."""
         name, arguments = "", ""
         while True:
             key = yield from self._key()
@@ -68,7 +68,7 @@ class ObjectCalls(CallReader):
         return not self._tools or any(tool["function"]["name"] == name for tool in self._tools)
 
     def _key(self) -> Steps[str]:
-        """The next key of an object, up to its value; `}` at the object's end; empty where there is neither."""
+        """Reads the next key of an object, up to its value; `}` at the object's end; empty if there is neither."""
         yield from self._in.space()
         if (yield from self._in.peek()) == ",":
             self._in.take()
@@ -84,7 +84,7 @@ class ObjectCalls(CallReader):
         return key if key != "}" and not self._in.full else ""
 
     def _rest(self) -> Steps[None]:
-        """What the object has after its arguments, which is not shown."""
+        """Reads the rest of the object after its arguments, which is not shown."""
         while True:
             self._in.hold()
             yield from self._in.space()
@@ -100,7 +100,7 @@ class ObjectCalls(CallReader):
                 return
 
     def _list(self, *, marked: bool = True) -> Steps[bool]:
-        """Objects with commas between them, of which the first one's `{` was read."""
+        """Reads objects with commas between them, after the first one's `{`."""
         if not (yield from self._object(marked=marked)):
             return False
         while True:
@@ -120,7 +120,7 @@ class ObjectCalls(CallReader):
                 return True
 
     def _more(self) -> Steps[bool]:
-        """Whether anything but white space, which is read, follows a comma between two calls."""
+        """Reads white space after a comma between two calls. Whether anything else follows."""
         yield from self._in.space()
         return (yield from self._in.peek()) != ""
 
@@ -208,7 +208,7 @@ class MistralCalls(ObjectCalls):
 
 
 def _decoded(literal: str) -> str:
-    """The value of a JSON string; empty where it is none."""
+    """The value of a JSON string; empty if the text is not one."""
     try:
         value = json.loads(literal)
     except ValueError:
@@ -217,4 +217,4 @@ def _decoded(literal: str) -> str:
 
 
 def _ignore(text: str) -> None:
-    """What is read is held in any case, or not needed."""
+    """Ignores text that is held anyway, or not needed."""

@@ -1,4 +1,4 @@
-"""Calls whose name stands before their arguments, a JSON object: DeepSeek, Kimi and functionary.
+"""Calls with the name before the arguments, a JSON object: DeepSeek, Kimi and functionary.
 
     deepseek_v3    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
                    ```json
@@ -41,11 +41,11 @@ class NamedCalls(CallReader):
         return (yield from self._arguments(name))
 
     def _arguments(self, name: str) -> Steps[bool]:
-        """What follows the name and the marker after it."""
+        """Reads the arguments after the name and its marker."""
         character = yield from self._in.peek()
         if not is_name(name) or character not in ("{", "<"):
             return False
-        if character == "<":  # nothing stands where the arguments should
+        if character == "<":  # the arguments are missing
             if not (yield from self._in.literal((self.end,))):
                 return False
             self._begin(*self._named(name))
@@ -56,12 +56,12 @@ class NamedCalls(CallReader):
         return True
 
     def _named(self, name: str) -> tuple[str, str]:
-        """The name and the id of a call, of what stands before its arguments; no id: any."""
+        """The name and the id of a call, from the text before its arguments; without an id any id will do."""
         return name, ""
 
 
 class DeepSeekCalls(NamedCalls):
-    """All of DeepSeek's formats up to V3.1. V3.2 has another."""
+    """DeepSeek's formats up to V3.1. V3.2 has another one."""
 
     begin, end, argument = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     openers = Ends("<｜tool▁calls▁begin｜>", begin)
@@ -71,7 +71,7 @@ class DeepSeekCalls(NamedCalls):
     def _arguments(self, name: str) -> Steps[bool]:
         if (yield from self._in.peek()) in ("{", "<"):
             return (yield from super()._arguments(name))
-        name = yield from self._in.run(NAME, MAX_NAME)  # the one before was the type
+        name = yield from self._in.run(NAME, MAX_NAME)  # the word before was the type
         yield from self._in.space()
         if not (yield from self._in.literal(("```json",))):
             return False
@@ -88,8 +88,8 @@ class DeepSeekCalls(NamedCalls):
 
 
 class KimiCalls(NamedCalls):
-    """An id is the one that the model writes: its template needs it in the history. If the model writes it twice, the
-    second has another number."""
+    """Calls keep the model's id, because its template needs it in the history. If the model repeats an id, the second
+    one gets another number."""
 
     begin, end, argument = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
     openers = Ends("<|tool_calls_section_begin|>", begin)
@@ -127,8 +127,8 @@ class FunctionTagCalls(CallReader):
 
 
 class RecipientCalls(CallReader):
-    """Only an offered function is called: the marker stands in other text too. What is addressed to all is shown
-    without its address."""
+    """Only an offered function can be called, because the marker also occurs in text. Text for `all` is shown without
+    that address."""
 
     openers = Ends(">>>")
 

@@ -1,4 +1,4 @@
-"""Python's literals as JSON, read piece by piece: what of them is no JSON becomes a string.
+"""Converts Python literals to JSON, piece by piece. Words that are not literals become strings.
 
 f(a='x', b=[1, None], c={"d": True})  ─▶  "x"  [1, null]  {"d": true}
 """
@@ -14,8 +14,8 @@ from services.router.answer.call_formats.scanner import Emit, Scanner, Steps
 
 MAX_DEPTH = 64
 MAX_WORD = 4096  # characters of a number or another word without quotes
-# Of a literal that is converted at once, which blocks other work: some 10 ms. Counted as characters that may be between
-# two parts.
+# Bounds a literal that is converted at once, which blocks other work for some 10 ms. Counts characters that may
+# separate parts.
 MAX_PARTS = 2048
 WORD = re.compile(r"[\w.+-]+")
 _BETWEEN = re.compile(r"""[,:\\'"\[({]""")
@@ -30,7 +30,7 @@ _CLOSERS = {"]": "]", ")": "]", "}": "}"}
 
 
 def json_of_python(text: str) -> str:
-    """The value of a complete literal; not valid JSON if it is none, or too long."""
+    """The JSON of a complete literal; invalid JSON if the text is not a literal, or too long."""
     if next(islice(_BETWEEN.finditer(text), MAX_PARTS, None), None):
         return ""
     scanner, pieces = Scanner(), list[str]()
@@ -42,10 +42,10 @@ def json_of_python(text: str) -> str:
 
 
 def read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
-    """Reads one value, up to a comma or a bracket that is no part of it, and passes it on as JSON. False: what comes
-    next is no part of a literal."""
-    open: list[str] = []  # the closing brackets that are due
-    comma = complete = False  # a comma is due before the next value; the last one is complete
+    """Reads one value, up to a comma or a bracket outside of it, and passes it on as JSON. False: the next text is not
+    part of a literal."""
+    open: list[str] = []  # open brackets, by their closing ones
+    comma = complete = False  # a comma must come before the next value; the last value is complete
     while True:
         space = yield from scanner.space()
         character = yield from scanner.peek()
@@ -104,7 +104,7 @@ def json_of_word(word: str) -> str:
 
 
 def _string(scanner: Scanner, emit: Emit) -> Steps[bool]:
-    """Passes on a string as it comes. False: it does not end."""
+    """Passes on a string as it arrives. False: it does not end."""
     quote = scanner.take()
     emit('"')
     triple = False
@@ -131,7 +131,7 @@ def _string(scanner: Scanner, emit: Emit) -> Steps[bool]:
 
 
 def _escape(scanner: Scanner, emit: Emit) -> Steps[None]:
-    """What follows a backslash. One that escapes nothing stays, as in Python."""
+    """Reads an escape after its backslash. A backslash that escapes nothing stays, as in Python."""
     character = yield from scanner.peek()
     if character == "":
         return
@@ -144,7 +144,7 @@ def _escape(scanner: Scanner, emit: Emit) -> Steps[None]:
         text += digits
         if len(digits) == _HEX[character]:
             if character == "u":
-                emit(text)  # JSON has the same, surrogates included
+                emit(text)  # JSON has the same escapes, surrogates included
                 return
             code = int(digits, 16)
             text = chr(code) if code < 0xD800 or 0xDFFF < code < 0x110000 else text

@@ -20,7 +20,7 @@ _NAME, _KEY = re.compile(r"[\w.-]+"), re.compile(r"\w+")
 
 
 class PythonicCalls(ObjectCalls):
-    """Llama 3's JSON is read as well: such a model writes it too, and a forced call is one."""
+    """Also reads Llama 3's JSON, which these models write, too, and which is the format of forced calls."""
 
     whole = ("[", "{")
     openers = Ends("<|python_start|>", "<|python_tag|>")
@@ -38,7 +38,7 @@ class PythonicCalls(ObjectCalls):
         return opener == "[" and (yield from self._functions())
 
     def _functions(self) -> Steps[bool]:
-        """Calls with commas between them; `[` was read."""
+        """Reads calls with commas between them, after `[`."""
         begun = False
         while (yield from self._function()):
             begun = True
@@ -56,7 +56,7 @@ class PythonicCalls(ObjectCalls):
         return begun
 
     def _function(self) -> Steps[bool]:
-        """Like _call, from the name on."""
+        """As _call, from the name on."""
         yield from self._in.space()
         name = yield from self._in.run(_NAME, MAX_NAME)
         if len(name) > MAX_NAME or not name or name[0].isdigit() or not (yield from self._in.literal(("(",))):
@@ -95,7 +95,7 @@ class PythonicCalls(ObjectCalls):
         return True
 
     def _value(self, before: str) -> Steps[bool]:
-        """One argument's value, up to a comma or bracket after it."""
+        """Reads one argument's value, up to the comma or bracket after it."""
         self._in.drop()
         self._pass(before)
         return (yield from read_value(self._in, self._pass)) and (yield from self._in.peek()) != ""

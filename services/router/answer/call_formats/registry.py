@@ -1,4 +1,4 @@
-"""The formats of calls by name, and the one in which a chat template writes them."""
+"""The formats of calls by name, and the detection of a chat template's format."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ _READERS: dict[str, type[CallReader]] = {
 }
 NAMES = tuple(_READERS)
 
-# The marker texts of each format; some tokenizers have special tokens for them.
+# The markers of each format; some tokenizers have special tokens for them.
 MARKERS: dict[str, tuple[str, ...]] = {name: reader.markers() for name, reader in _READERS.items()}
-# Special tokens that are a part of those texts.
+# Special tokens that are a part of the markers.
 TOKENS: dict[str, tuple[str, ...]] = {name: reader.tokens for name, reader in _READERS.items()}
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _OTHER_TAGS = ("<tool_sep", "<arg_key", "<function=", "<tool_calls>")  # beside or within <tool_call>, not JSON in it
 _JSON_CALL = re.compile(r"<tool_call>.{0,200}?(\"name\\?\"|\\\"name|tojson)", re.DOTALL)
-_PYTHON_DEFINITION = re.compile(r"['\"\s]def ['\"]\s*[+~]")  # Command R's templates show the model its tools so
+_PYTHON_DEFINITION = re.compile(r"['\"\s]def ['\"]\s*[+~]")  # how Command R's templates show tools to the model
 _PYTHON_CALL = re.compile(r"\bname(\s*\|\s*\w+)?\s*[+~]\s*['\"]\(")
 
 
@@ -69,7 +69,7 @@ def _marks(*patterns: str) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, patterns))
 
 
-# By what a template and a call that it writes have, all of it; the first counts.
+# Formats by the texts that a template and its rendered call must all have; the first match counts.
 _MARKS: dict[str, tuple[re.Pattern[str], ...]] = {
     "kimi_k2": _marks(r"<\|tool_call_argument_begin\|>"),
     "deepseek_v3": _marks("<｜tool▁call▁begin｜>", "```json"),
@@ -93,14 +93,14 @@ _MARKS: dict[str, tuple[re.Pattern[str], ...]] = {
 
 
 def reader_of(name: str, tools: list[Any] | None = None) -> PartReader:
-    """A reader of one answer. `tools` are those that were offered, as in OpenAI's API; formats whose arguments have no
-    types need them to tell strings from other values."""
+    """A reader of one answer. `tools` are the offered tools, as in OpenAI's API; formats with untyped arguments need
+    them to distinguish strings from other values."""
     return _READERS[name](tools)
 
 
 def format_of(template: str, written: str = "") -> str | None:
-    """The format in which a model with this chat template writes calls; None if it is unknown. `written`: how the
-    template writes an answer with a call, since some put their markers together from pieces."""
+    """The format of calls of a model with this chat template; None if it is unknown. `written`: a rendered answer with
+    a call, because some templates compose their markers from pieces."""
     source = _COMMENT.sub("", template)
     both = f"{source}\n{written}"
     marked = next((name for name, marks in _MARKS.items() if all(mark.search(both) for mark in marks)), None)
@@ -108,7 +108,7 @@ def format_of(template: str, written: str = "") -> str | None:
 
 
 def _by_tags(source: str) -> str | None:
-    """Of the formats whose markers others have too."""
+    """The format, among those that share their markers."""
     if "<function=" in source:
         return "qwen3_coder" if "<parameter=" in source else None
     if "<arg_key>" in source:

@@ -1,7 +1,7 @@
 """A text that arrives in pieces, read once from its beginning to its end.
 
-A reading function is a generator: it yields where it needs the next piece, so what it finds does not depend on how the
-text was cut. What may yet turn out to be plain text is read between `hold` and `drop` or `release`.
+A reading function is a generator: it yields when it needs the next piece, so its results do not depend on how the text
+was split. Text that may still turn out to be plain text is read between `hold` and `drop` or `release`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALAR = re.compile(r"[^\s,:{}\[\]\"<]+")
 
 
 class Ends:
-    """Texts that end a part of the text. None is the beginning of another."""
+    """Texts that end a part of the text. None is a prefix of another."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -33,7 +33,7 @@ class Ends:
         self.in_json = re.compile(f"{found}|{_OUTSIDE}" if found else _OUTSIDE)
 
     def begun(self, text: str, at: int) -> int:
-        """The length of the longest suffix of text[at:] with which one of the texts begins."""
+        """The length of the longest suffix of text[at:] that is a prefix of one of the texts."""
         for size in range(min(self._longest - 1, len(text) - at), 0, -1):
             suffix = text[len(text) - size :]
             if any(len(end) > size and end.startswith(suffix) for end in self.texts):
@@ -41,7 +41,7 @@ class Ends:
         return 0
 
     def begins(self, text: str, at: int) -> bool:
-        """Whether text[at:] is the beginning of one of the texts, and not all of it."""
+        """Whether text[at:] is a proper prefix of one of the texts."""
         rest = text[at : at + self._longest]
         return any(end.startswith(rest) and end != rest for end in self.texts)
 
@@ -50,14 +50,14 @@ NOTHING = Ends()
 
 
 class _JsonPlace:
-    """A place within a JSON string, object or array; at first before it."""
+    """A position within a JSON string, object or array; initially before it."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._quoted = self._escaped = False
 
     def go_on(self, text: str, at: int, ends: Ends, *, last: bool) -> tuple[int, str]:
-        """The place in the text up to which it was read, and what it ends with there; see Scanner.nested."""
+        """The position up to which the text was read, and its end if found; see Scanner.nested."""
         if self._escaped and at < len(text):
             self._escaped, at = False, at + 1
         while at < len(text):
@@ -68,7 +68,7 @@ class _JsonPlace:
             if not self._quoted and not last and ends.begins(text, match.start()):
                 return match.start(), ""  # a bracket, or the beginning of an end
             if self._quoted and found == "\\":
-                self._escaped = at == len(text)  # the character after the backslash has not come
+                self._escaped = at == len(text)  # the character after the backslash has not arrived
                 at = min(at + 1, len(text))
             elif found == '"':
                 self._quoted = not self._quoted
@@ -86,7 +86,7 @@ class _JsonPlace:
 class Scanner:
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0  # everything before it was read
+        self._at = 0  # everything before this position was read
         self._held: list[str] | None = None
         self._held_size = 0
         self.ended = False
@@ -95,19 +95,19 @@ class Scanner:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def hold(self, text: str = "") -> None:
-        """From here on what is read can be taken back; `text` was read already."""
+        """Text that is read from here on can be taken back; `text` was read already."""
         self._held, self._held_size = [text], len(text)
 
     def drop(self) -> None:
         self._held = None
 
     def release(self) -> str:
-        """What was read since `hold`."""
+        """Returns the text that was read since `hold`, and stops holding it."""
         held, self._held = "".join(self._held or ()), None
         return held
 
     def back(self) -> None:
-        """What was read since `hold` will be read again."""
+        """Moves back to `hold`: that text is read again."""
         self._text, self._at = self.release() + self._text[self._at :], 0
 
     @property
@@ -116,7 +116,7 @@ class Scanner:
         return self._held is not None and self._held_size > MAX_HELD
 
     def take(self, count: int = 1) -> str:
-        """Reads characters that are there."""
+        """Reads characters that have arrived."""
         piece = self._text[self._at : self._at + count]
         self._at += len(piece)
         if self._held is not None:
@@ -125,11 +125,11 @@ class Scanner:
         return piece
 
     def rest(self) -> str:
-        """What is there and was not read."""
+        """The text that has arrived and was not read."""
         return self._text[self._at :]
 
     def all_of(self, pattern: re.Pattern[str]) -> str:
-        """Reads what is there and matches."""
+        """Reads the arrived text that matches."""
         match = pattern.match(self._text, self._at)
         return self.take(match.end() - self._at) if match else ""
 
@@ -140,7 +140,7 @@ class Scanner:
         return self._text[self._at : self._at + 1]
 
     def run(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
-        """The characters that match, one by one, but hardly more than `most`."""
+        """Reads characters while they match, up to about `most`."""
         pieces: list[str] = []
         size = 0
         while (yield from self.peek()) and size <= most and (match := pattern.match(self._text, self._at)):
@@ -152,8 +152,8 @@ class Scanner:
         return (yield from self.run(SPACE, MAX_HELD))
 
     def literal(self, texts: Iterable[str]) -> Steps[str]:
-        """Reads one of the texts, of which none is the beginning of another. Empty if another text is there, of which
-        the characters in common were read: only where something is held."""
+        """Reads one of the texts, of which none is a prefix of another. Otherwise empty; the common characters were
+        then read, so call it only while something is held."""
         left, size = list(texts), 0
         while left:
             character = yield from self.peek()
@@ -166,8 +166,8 @@ class Scanner:
         return ""
 
     def upto(self, ends: Ends, emit: Emit) -> Steps[str]:
-        """Passes on the text before the first of the ends, and returns that; empty at the end of all text. Holds back
-        only what may be the beginning of one."""
+        """Passes on the text before the first of the ends, and returns that end; empty at the end of all text. Holds
+        back only a possible beginning of an end."""
         while True:
             match = ends.pattern.search(self._text, self._at)
             if match:
@@ -180,14 +180,14 @@ class Scanner:
             yield
 
     def string(self) -> Steps[str]:
-        """A JSON string with its quotes; empty if there is none, or it does not end."""
+        """Reads a JSON string with its quotes; empty if there is none, or if it does not end."""
         if (yield from self.peek()) != '"':
             return ""
         pieces: list[str] = []
         return "".join(pieces) if (yield from self.nested(pieces.append, NOTHING)) == '"' else ""
 
     def value(self, emit: Emit) -> Steps[bool]:
-        """Any JSON value; the content of an object or an array is not checked. False: there is none, or it is too
+        """Reads any JSON value; the content of an object or an array is not checked. False: there is none, or it is too
         long."""
         if (yield from self.peek()) in ('"', "{", "["):
             return (yield from self.nested(emit, NOTHING)) != ""
@@ -196,9 +196,9 @@ class Scanner:
         return bool(scalar) and not self.full
 
     def nested(self, emit: Emit, ends: Ends) -> Steps[str]:
-        """Passes on a JSON string, object or array, whose first character is the next one, verbatim. Returns its last
-        character; or one of the ends, which cannot be part of JSON, if that comes before, outside of its strings: it is
-        not read; empty where neither came or too much is held."""
+        """Passes on the JSON string, object or array that begins here, verbatim. Returns its last character. Or one of
+        the ends, which cannot be part of JSON, if that comes first outside of its strings; it is not read. Empty if
+        neither comes, or if too much is held."""
         place = _JsonPlace()
         while not self.full:
             before = self._at

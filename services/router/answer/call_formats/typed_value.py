@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes without quotes, as JSON: their types are those of the tool's parameters."""
+"""Converts unquoted values of arguments to JSON, by the types of the tool's parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from services.router.answer.call_formats.python_literal import json_of_python
 from services.router.answer.call_formats.scanner import MAX_HELD, Emit
 
-MAX_DEPTH = 4  # references and alternatives within each other, in a schema
-MAX_OPTIONS = 64  # alternatives of a parameter, those within each other included
+MAX_DEPTH = 4  # nested references and alternatives of a schema
+MAX_OPTIONS = 64  # alternatives of a parameter, nested ones included
 _REF = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _TYPES = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -19,19 +19,19 @@ _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", l
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a parameter may be, as far as that tells how to read it."""
+    """The possible types of a parameter, as far as they determine how to read it."""
 
     types: frozenset[str] = frozenset()  # of JSON; empty: any
-    exact: bool = False  # a string of it has a pattern, a format, or few values: space beside it is none of it
+    exact: bool = False  # its strings have a pattern, a format, or few values: surrounding space is not part of them
     longest: int | None = None  # characters of a string; None: any number
 
     @property
     def streams(self) -> bool:
-        """Whether it is a string that can be passed on before its end is known."""
+        """Whether the value is a string that can be passed on before its end is known."""
         return self.types == frozenset({"string"}) and not self.exact and self.longest is None
 
     def string(self, text: str) -> str:
-        """The string, of the text where it stands; a grammar allows one white space beside it on each side."""
+        """The string of the text; a grammar allows one white space character on each side of it."""
         if self.exact:
             return text.strip()
         for candidate in (text, text.rstrip(), text.lstrip(), text.strip()):
@@ -44,7 +44,7 @@ ANY, TEXT = Kind(), Kind(frozenset({"string"}))
 
 
 def parameter_kind(tools: list[Any], function: str, parameter: str) -> Kind:
-    """Of a parameter of an offered function."""
+    """The kind of a parameter of an offered function."""
     for tool in tools:
         if tool["function"]["name"] == function:
             schema = tool["function"].get("parameters")
@@ -54,7 +54,7 @@ def parameter_kind(tools: list[Any], function: str, parameter: str) -> Kind:
 
 
 def _kind(schema: Any, root: Any, depth: int, most: int) -> Kind:
-    """`most`: alternatives that are looked at; with more it is any kind."""
+    """`most`: the number of examined alternatives; with more, the kind is unknown."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ANY
     if isinstance(schema.get("$ref"), str) and (target := _REF.fullmatch(schema["$ref"])):
@@ -93,13 +93,13 @@ def _joined(kinds: list[Kind]) -> Kind:
 
 
 class TypedValue:
-    """Converts one value that arrives in pieces. A string is passed on as it comes, anything else when it is complete:
-    as JSON if it is JSON, or Python's way to write it, and otherwise as a string."""
+    """Converts one value that arrives in pieces. A string is passed on as it arrives, another value when it is
+    complete: as JSON if it is JSON or a Python literal, otherwise as a string."""
 
     def __init__(self, kind: Kind, emit: Emit) -> None:
         self._kind = kind
         self._emit = emit
-        self._pieces: list[str] | None = []  # of a value that is no string; None: what comes is passed on
+        self._pieces: list[str] | None = []  # of a value that is not a string; None: text is passed on
         self._size = 0
         self._string = False
         if kind.streams:
@@ -121,7 +121,7 @@ class TypedValue:
             self._emit('"')
 
     def cut(self) -> None:
-        """The answer ended within the value."""
+        """Ends a value within which the answer ended."""
         if self._pieces:
             self._give_up()
 
@@ -141,7 +141,7 @@ class TypedValue:
 
 
 def escaped(text: str) -> str:
-    """As part of a JSON string."""
+    """The text, escaped as part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -162,7 +162,7 @@ def _fits(value: str, types: frozenset[str]) -> bool:
 
 
 def as_json(text: str) -> str | None:
-    """The text if it is JSON."""
+    """The text if it is JSON, otherwise None."""
     try:
         json.loads(text, parse_constant=_refuse, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags, one for each parameter, with values that are not quoted: Qwen3-Coder, GLM, Hunyuan.
+"""Calls with one tag for each parameter, and unquoted values: Qwen3-Coder, GLM, Hunyuan.
 
     qwen3_coder   <tool_call>           glm   <tool_call>NAME
                   <function=NAME>             <arg_key>KEY</arg_key>
@@ -31,19 +31,19 @@ _QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
 
 class XmlCalls(CallReader):
     call_tag: ClassVar[str] = ""  # the tag before a call's name, up to the name
-    name_closer: ClassVar[str] = ""  # what stands between the name and the parameters
+    name_closer: ClassVar[str] = ""  # the text between the name and the parameters
     parameters: ClassVar[tuple[str, ...]] = ()  # tags before a parameter's name
     closers: ClassVar[tuple[str, ...]] = ()  # tags after the last parameter
-    value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; others show that its end is missing
+    value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; the others show that its end is missing
     value_closers: ClassVar[tuple[str, ...]] = ()  # the first ones
 
     def __init__(self, tools: list[Any] | None = None) -> None:
         super().__init__(tools)
-        self._kinds: dict[tuple[str, str], Kind] = {}  # of parameters, since a schema may be long
+        self._kinds: dict[tuple[str, str], Kind] = {}  # kinds of parameters, cached because a schema may be long
 
     @abstractmethod
     def _key(self) -> Steps[str]:
-        """Reads a parameter's name and all up to its value; empty if that is not there."""
+        """Reads a parameter's name, and the text up to its value; empty if that is missing."""
 
     def _call(self, opener: str) -> Steps[bool]:
         if opener != self.call_tag:
@@ -102,14 +102,15 @@ class XmlCalls(CallReader):
         return kind
 
     def _broken(self) -> Steps[None]:
-        """Passes on what is no parameter, up to the end of the call; but not a tag that the end of the answer cuts."""
+        """Passes on text that is not a parameter, up to the end of the call, except a tag that the end of the answer
+        truncates."""
         if (yield from self._in.peek()) != "":
             self._pass(self._in.release())
             yield from self._in.upto(Ends(*self.closers), self._pass)
 
 
 class Qwen3CoderCalls(XmlCalls):
-    """The line ends beside a value are no part of it."""
+    """The line ends around a value are not part of it."""
 
     call_tag, name_closer = "<function=", ">"
     openers = Ends("<tool_call>", "<seed:tool_call>", call_tag)
@@ -154,7 +155,7 @@ class GlmCalls(XmlCalls):
 
 
 def _both(name: str) -> tuple[str, str]:
-    """A tag of Hunyuan, as its first models write it and as the open ones do."""
+    """A tag of Hunyuan, as written by its first models and by the open ones."""
     return f"<{name}>", f"<{name}:opensource>"
 
 
