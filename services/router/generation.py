@@ -58,9 +58,9 @@ class Generation:
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields started, deltas, finished. The caller closes the generator when it stops reading.
 
-        `remaining_s` is the time until the client's deadline, None if it set none. `authorization` is the header with
-        its key, where `tenant` is not known yet. `past` are the stored events of a job's earlier attempts; the message
-        is then one that `fixed` returned. `headers` may name the request's trace.
+        `remaining_s` is the time until the client's deadline, None without one. `authorization` is the header with its
+        key, if `tenant` is not known yet. `past` are the stored events of a job's earlier attempts; the message is then
+        one that `fixed` returned. `headers` may name the request's trace.
         """
         arrived = monotonic()
         longest_s = self._settings.request_timeout_s

@@ -20,8 +20,8 @@ from tandem.tasks import end, forever
 
 
 class ModelPools:
-    """Which workers are alive, what they have cached, how they are loaded, and the shared streams with them. Models
-    share none of it: the pools of each are a cluster of their own in the registry (tandem/model_settings.py)."""
+    """The live workers of one model, their caches and load, and the shared streams with them. Models share none of
+    this: each model's pools are a separate cluster in the registry (tandem/model_settings.py)."""
 
     def __init__(self, settings: Settings, channels: Channels, describe: Callable[[], WorkerRecord]) -> None:
         """`describe`: this router's record, with its load of this model."""
@@ -47,7 +47,7 @@ class ModelPools:
             self._indexing = forever(self.prefixes.follow, name="prefixes")
 
     def addresses(self) -> set[str]:
-        """Of all workers that may be alive."""
+        """The addresses of all workers that may be alive."""
         return {record.address for record in self.view.incarnations.values() if record.role != "router"}
 
     async def stop(self) -> None:

@@ -16,9 +16,9 @@ from tandem.errors import InvalidRequest, NotFound, NoWorker, TandemError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model: what its requests are parsed with, and the path that they take."""
+    """One model: the parser and the path of its requests."""
 
-    key: str  # its name in the setting `models`; empty: it is the only one
+    key: str  # its name in the setting `models`; empty for the only one
     tokenizer: Tokenizer
     defaults: Defaults
     pools: ModelPools
@@ -35,16 +35,16 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Tokens. Raises NoWorker before the first decode worker is there."""
+        """The context's length in tokens. Raises NoWorker before the first decode worker is ready."""
         return self.served.facts().context
 
     def pool(self, role: str) -> str:
-        """The name of one of its pools for operators."""
+        """The name of a pool, as operators see it."""
         return f"{self.key}/{role}" if self.key else role
 
 
 class Models:
-    """All of them, in the order of the settings."""
+    """All models, in the order of the settings."""
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._models = models
@@ -63,7 +63,7 @@ class Models:
 
     @property
     def context(self) -> int:
-        """Of the model with the longest one. Raises NoWorker before any decode worker is there."""
+        """The longest context of all models. Raises NoWorker before the first decode worker is ready."""
         found: list[int] = []
         for model in self._models:
             with suppress(NoWorker):
@@ -71,7 +71,8 @@ class Models:
         return max(found) if found else self.first.context
 
     def named(self, name: str) -> Model:
-        """Empty: the only one. Raises NotFound for a name that no model has, InvalidRequest for none of several."""
+        """The model with this name; with an empty name the only one. Raises NotFound for an unknown name,
+        InvalidRequest for an empty name if there are several."""
         if model := self._by_name.get(name):
             return model
         if not name and len(self._models) == 1:
@@ -79,8 +80,8 @@ class Models:
         raise _unknown(name, [model.names[0] for model in self._models])
 
     def resolve(self, name: str | None) -> tuple[Model, str, str]:
-        """What an HTTP request names, a model or an adapter: the model, its name in the answer, and the adapter, empty
-        for the base model. Raises as `named`."""
+        """Resolves the model or adapter that an HTTP request names: the model, its name in the answer, and the adapter,
+        empty for the base model. Raises as `named`."""
         for model in self._models if name else ():
             if name in model.served.adapters:
                 assert name

@@ -71,7 +71,7 @@ EXPIRY_BEATS = 4  # heartbeats after the expiry of a dead worker's record, after
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What a router has read of one model."""
+    """The files of one model that a router has read."""
 
     settings: Settings
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ class Router:
     can_switch_role = False  # its role cannot be switched: it has no engine
 
     def __init__(self, settings: Settings, worker_id: str, parts: Mapping[str, ModelParts]) -> None:
-        """`parts`: by the name of the model in the setting `models`, empty for the only one."""
+        """`parts`: by the model's name in the setting `models`, empty for the only one."""
         self.settings = settings
         self.worker_id = worker_id
         self.incarnation = secrets.token_hex(8)
@@ -257,7 +257,7 @@ class Router:
         )
 
     def _state(self) -> RouterState:
-        """What the dashboard shows of this router."""
+        """This router's state for the dashboard."""
         names = ", ".join(model.names[0] for model in self.models)
         registry_ok = all(model.pools.view.registry_ok for model in self.models)
         return RouterState(names, self.worker_id, registry_ok, *self._load(), dict(self.ended.outcomes))

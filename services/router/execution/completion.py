@@ -29,7 +29,7 @@ class Completion:
         usage: UsageMeter,
         past: Sequence[generation_pb2.Delta] = (),
     ) -> None:
-        """`past` deltas were sent to the client already: they go into the journal only."""
+        """`past` deltas were already sent to the client, so they only go into the journal."""
         self.request = request
         self.timeline = timeline
         self.begun = asyncio.Event()  # the decode worker has the prompt's KV, or the completion is over
@@ -104,7 +104,7 @@ class Completion:
 
 
 def _add_logprobs(to: common_pb2.Logprobs, tokens: decode_pb2.Tokens, at: int, count: int) -> None:
-    """Those of `count` of the tokens, from `at` on."""
+    """Adds the log probabilities of `count` tokens from `at` on."""
     if count == len(tokens.token_ids):
         to.CopyFrom(tokens.logprobs)
         return
@@ -116,14 +116,14 @@ def _add_logprobs(to: common_pb2.Logprobs, tokens: decode_pb2.Tokens, at: int, c
 
 
 def _check_adapter(request: Request, admitted: decode_pb2.Admitted, worker_id: str) -> None:
-    """An older worker that does not know adapters would answer with the base model."""
+    """Checks the adapter, because an older worker without adapters would answer with the base model."""
     fingerprint, began = admitted.adapter_fingerprint, request.adapter_fingerprint
     if bool(fingerprint) != bool(request.adapter) or (began and fingerprint != began):
         raise InternalError(f"{worker_id} did not admit the request with adapter {request.adapter!r}; it was stopped")
 
 
 def _check_position(request: Request, tokens: decode_pb2.Tokens, worker_id: str) -> None:
-    """No token was lost or duplicated."""
+    """Checks that no token was lost or duplicated."""
     if tokens.position != len(request.tokens):
         raise InternalError(
             f"{worker_id} sent position {tokens.position}, expected {len(request.tokens)};"

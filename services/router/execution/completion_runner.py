@@ -66,7 +66,7 @@ class CompletionRunner:
         self._poison = poison
 
     async def run(self, completion: Completion, deadline: float) -> None:
-        """Runs attempts until the completion has finished. Raises errors that another attempt would not cure."""
+        """Makes attempts until the completion has finished. Raises errors that another attempt cannot fix."""
         try:
             while completion.request.finish() is None:
                 await self._place(completion, deadline)
@@ -120,7 +120,7 @@ class CompletionRunner:
                     log.info("attempt.not_sent", request=request.request_id, error=error.message)
                     timeline.refused()
                     return
-                if alone and error.reason == DECODE_UNREACHABLE:  # it still waited to begin alone: not an attempt
+                if alone and error.reason == DECODE_UNREACHABLE:  # it was still waiting to begin alone: not an attempt
                     timeline.refused()
                     return
                 timeline.failed()
@@ -166,7 +166,7 @@ class CompletionRunner:
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:
         the same pair may try again. A failed transfer counts against the pair: either worker may work with others. A
-        worker that is unsuited for the request serves others."""
+        worker that is unsuited for the request still gets others."""
         scheduler, prefill = self._scheduler, placement.prefill
         if error.reason in UNSUITED:
             of_prefill = isinstance(error, IncompatibleLayout) or error.reason.startswith("PREFILL")
@@ -185,8 +185,8 @@ class CompletionRunner:
 
 
 def _asks_another(request: Request, placement: Placement, error: TooLarge) -> None:
-    """A worker with a longer context may hold what is too large for this one. One that is asked again is the only one.
-    Raises the error if it is, or if it is another."""
+    """Excludes the worker for this request, because a worker with a longer context may have room. Raises the error if
+    the worker was excluded already, because then there is no other, or if the error has another cause."""
     decode = placement.decode.identity
     if error.reason != TooLarge.default_reason or decode in request.unsuited:
         raise error
@@ -206,7 +206,7 @@ def _decode_request(request: Request, placement: Placement, attempt: int, alone:
         alone=alone,
     )
     if request.generated:
-        message.sampling.ClearField("prompt_logprobs")  # they went out with the first token
+        message.sampling.ClearField("prompt_logprobs")  # they were sent with the first token
     if request.adapter:
         message.adapter.name, message.adapter.fingerprint = request.adapter, request.adapter_fingerprint
     if placement.prefill:

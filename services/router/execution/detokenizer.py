@@ -21,16 +21,16 @@ class Detokenizer:
 
     A decoder of byte-level tokens shows an incomplete code point as one U+FFFD at the end. That is held back, and the
     text before it is final. A decoder with byte fallback shows every byte of a run as U+FFFD while the run is invalid,
-    and would take back text shown earlier. Runs of bytes are therefore decoded here, where an invalid byte affects only
-    itself.
+    and would take back text shown earlier. Therefore this class decodes runs of bytes itself, so that an invalid byte
+    affects only itself.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, markers: Collection[int] = (), *, special: bool = False, prompt: Sequence[int] = ()
     ) -> None:
-        """`markers`: special tokens that are shown although they are special. `special`: all are. `prompt`: the tokens
-        that the text goes on from. Decoders such as Llama 2's take the space from the first word of a text, and the
-        answer's first word is none."""
+        """`markers`: special tokens that are shown. `special`: shows all special tokens. `prompt`: the tokens before
+        the answer, because decoders such as Llama 2's remove the space before the first word of a text, which the
+        answer's first word is not."""
         self._tokenizer = tokenizer
         self._markers = markers
         self._special = special
@@ -41,7 +41,7 @@ class Detokenizer:
             self._follow(prompt[-CONTEXT_TOKENS:])
 
     def _follow(self, last: Sequence[int]) -> None:
-        """Begins behind these tokens, unless they end within a code point, which the next token would change."""
+        """Begins after these tokens, unless they end within a code point, which the next token would change."""
         self._window = self._visible(last)
         self._shown = self._decode()
         if self._shown.endswith(REPLACEMENT) and not self._tokenizer.bytes:
@@ -89,6 +89,6 @@ class Detokenizer:
         if not self._window:
             return ""
         assert self._tokenizer.backend is not None
-        # Special tokens that are not shown never come into the window.
+        # Hidden special tokens never enter the window.
         text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=False)
         return text

@@ -54,7 +54,7 @@ def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb
 
 
 def _follows(event: generation_pb2.GenerateResponse, before: generation_pb2.Delta, tokens: int) -> bool:
-    """Log probabilities of text stay apart from those of reasoning and calls: both are of one kind, or have none."""
+    """Whether the event can be merged: log probabilities of text are not mixed with those of reasoning and calls."""
     delta = event.delta
     same = event.HasField("delta") and delta.choice == before.choice
     kinds = not delta.HasField("logprobs") or bool(delta.parts) == bool(before.parts)
@@ -62,7 +62,7 @@ def _follows(event: generation_pb2.GenerateResponse, before: generation_pb2.Delt
 
 
 def _merge(delta: generation_pb2.Delta, later: list[generation_pb2.Delta]) -> None:
-    """All at once: one by one, an answer of many parts would be joined as often as there are deltas."""
+    """Merges all at once; one by one, an answer of many parts would be joined once per delta."""
     index, parts = delta.index, [part for one in (delta, *later) for part in parts_of(one)]
     for one in later:
         delta.MergeFrom(one)  # appends lists; other fields take the later value

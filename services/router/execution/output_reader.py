@@ -1,4 +1,4 @@
-"""Turns the tokens of a completion into its answer: text, cut at a stop string, and the parts that the text has."""
+"""Turns the tokens of a completion into its answer: text, truncated at a stop string, and its parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Run:
     is_text: bool | None = None  # None: none of the tokens has shown anything yet
 
     def takes(self, parts: list[Part]) -> bool:
-        """Whether they are of its kind: text alone, or not."""
+        """Whether the parts are of the run's kind: only text, or not."""
         return not parts or self.is_text in (None, _is_text(parts))
 
     def add(self, parts: list[Part]) -> None:
-        """Those of one more token."""
+        """Adds the parts of one more token."""
         self.tokens += 1
         self.parts += parts
         if parts:
@@ -33,8 +33,7 @@ class Run:
 
 
 class OutputReader:
-    """Reads the chunks of one completion. Neither the answer nor where it ends depends on how the tokens were
-    chunked."""
+    """Reads the chunks of one completion. Neither the answer nor its end depends on how the tokens were chunked."""
 
     def __init__(self, detokenizer: Detokenizer, request: Request) -> None:
         self._detokenizer = detokenizer
@@ -49,9 +48,9 @@ class OutputReader:
         return self._stops.hit or ""
 
     def read(self, chunk: decode_pb2.Tokens) -> list[Run]:
-        """The parts that can be shown now, of all tokens together; with log probabilities those of tokens with
-        reasoning or calls apart, so that it stays known which tokens are text. Tokens after the one that completes a
-        stop string are removed from the chunk and from the journal."""
+        """The parts that can be shown now, of all tokens together; with log probabilities, tokens of text and tokens of
+        reasoning or calls are in separate runs. Tokens after the one that completes a stop string are removed from the
+        chunk and from the journal."""
         request, tokens = self._request, list(chunk.token_ids)
         visible = tokens[:-1] if tokens[-1] in request.stop_ids else tokens  # a stop token is not in the text
         if not request.stops and self._reader is None:
@@ -73,7 +72,7 @@ class OutputReader:
         return runs
 
     def finish(self) -> list[Part]:
-        """What was held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
+        """The parts that were held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
         text = ""
         if self._stops.hit is None:
             text = self._stops.push(self._detokenizer.finish())
@@ -85,7 +84,7 @@ class OutputReader:
         return [*self._reader.push(text), *self._reader.finish()]
 
     def _parts(self, text: str) -> list[Part]:
-        """Of the text of one token."""
+        """The parts of one token's text."""
         if self._reader is None:
             return [Text(text)]
         before = self._reader.inside

@@ -1,4 +1,4 @@
-"""Stops poison requests (poison_requests.py); waits for the registry while the fate of a worker is unknown."""
+"""Stops poison requests (poison_requests.py); waits for the registry while a worker's fate is unknown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 # Reasons of errors (services/decode/prefill_stream.py, services/router/execution/completion_runner.py).
 PREFILL_STEP_FAILED, PREFILL_REFUSED = "PREFILL_STEP_FAILED", "PREFILL_REFUSED"
-DECODE_UNREACHABLE = "DECODE_UNREACHABLE"  # it has not admitted the request
+DECODE_UNREACHABLE = "DECODE_UNREACHABLE"  # the worker has not admitted the request
 LOST = ("DECODE_LOST", DECODE_UNREACHABLE, "PREFILL_LOST", PREFILL_REFUSED)
 
 
@@ -43,7 +43,7 @@ class PoisonCheck:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(self._settle_s, deadline - now))):
                 if self._poison.undecided(key, monotonic()):
-                    await self._view.refresh()  # in full: beats that change nothing are not among the changes
+                    await self._view.refresh()  # in full, because the changes omit beats that change nothing
                 while self._poison.undecided(key, monotonic()):
                     await self._view.newer_than(self._view.version)  # the view's own reads
         try:
@@ -69,7 +69,7 @@ def _loss(error: TandemError, placement: Placement, began: float, alone: bool) -
     """The worker that may have crashed, or has failed, because of the request. A worker that had not reported the
     admission counts as well: a crash loses unsent messages."""
     if alone and error.reason == DECODE_UNREACHABLE:
-        return None  # it still waited until it could begin alone
+        return None  # it was still waiting to begin alone
     if error.reason not in LOST and not isinstance(error, StepFailed):
         return None
     worker = (

@@ -10,8 +10,8 @@ machine or a pool fails, count as one: a second loss counts only if the request 
     one more, or two whose engines failed in a step with it
                         poison: neither this request nor the same one, sent again, is tried for a while
 
-A second token clears the count, also in another attempt of the same request. So a request is not stopped for having run
-alongside a poison request, nor for two coincidences.
+A second token clears the count, also in another attempt of the same request. So neither running alongside a poison
+request nor two coincidences stop a request.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PoisonRequests:
             )
 
     def _counted(self, request: bytes, now: float) -> tuple[list[Loss], list[Loss]]:
-        """The losses that count, and those of workers whose fate is unknown."""
+        """The counted losses, and the losses of workers whose fate is unknown."""
         losses = self._lost.get(request, [])
         if not losses or now - losses[-1].at >= POISON_S:
             return [], []

@@ -1,5 +1,5 @@
-"""Accounts for each request once, from its arrival to its end however it ends: the metrics, a line of the log, and the
-dashboard's totals.
+"""Accounts for each request once, from its arrival to any end: the metrics, a line of the log, and the dashboard's
+totals.
 
     Generation ── RequestAccounts.open ─┬─ RouterMetrics.request   Prometheus
                                         ├─ log line "request"      who, what, how it ended, how long; no text, no key
@@ -86,7 +86,7 @@ class RequestAccounts:
 
     @contextmanager
     def open(self, request_id: str, timeline: RequestTimeline, span: Span) -> Iterator[RequestAccount]:
-        """`request_id`: the client's, until the request was checked."""
+        """`request_id`: the client's, used until the request was checked."""
         account = RequestAccount(request_id, timeline)
         counted = None
         try:

@@ -4,7 +4,7 @@
                             ▲────────retries───────┘         in the workers; handoff is their hop
 
 Each process measures durations on its own clock; a hop is the caller's duration minus the duration that the callee
-reports. So the sum is the router's own time to first token, by construction and without comparing two clocks.
+reports. So the phases add up to the router's time to first token without comparing clocks.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class RequestTimeline:
         self._dispatched = monotonic()
 
     def refused(self) -> None:
-        """The decode worker had no room after all, or has not seen the request. That does not count as an attempt, only
-        as time."""
+        """The decode worker had no room after all, or did not receive the request. This counts as time but not as an
+        attempt."""
         self.attempts -= 1
         self.failed()
 
     def unsent(self) -> float:
-        """No connection to the worker could be made. Returns the seconds since this began, without a first token
-        between."""
+        """No connection to the worker could be made. Returns the seconds since the first such failure without a first
+        token in between."""
         self._unsent_since = self._unsent_since or self._dispatched
         return monotonic() - self._unsent_since
 
@@ -131,7 +131,7 @@ class RequestTimeline:
 
     @property
     def begun_with(self) -> Begun | None:
-        """What the decode worker computed with that gave the latest tokens; None before there are any."""
+        """The checkpoint and types with which the latest tokens were computed; None before the first token."""
         return self._placements[-1].decode.begun if self._placements else self.job_begun_with
 
     def sent(self, tokens: int) -> float | None:
@@ -199,8 +199,8 @@ class RequestTimeline:
         return receipt
 
     def path_latency(self) -> tuple[float, int, float] | None:
-        """Of the attempt that ended: the seconds to its first token apart from queueing and computing, the number of
-        blocks moved, and the seconds by which that delayed the second token. None where they are unknown."""
+        """The path latency of the attempt that ended: the seconds to its first token apart from queueing and computing,
+        the number of blocks moved, and the seconds by which the move delayed the second token. None if unknown."""
         first, transfer = self._attempt_first, self._transfer()
         if first is None or first is not self._first or self._ended is None:
             return None

@@ -40,18 +40,18 @@ class StopStrings:
 
 
 class _Stop:
-    """Finds one stop string in text that comes in chunks. The work is linear in the text, whatever it is (Knuth, Morris
-    and Pratt): to look at each possible beginning anew took 0.4 ms for each token of a text of one letter."""
+    """Finds one stop string in chunked text. The work is linear in any text (Knuth, Morris and Pratt); restarting at
+    each possible beginning took 0.4 ms per token for a text of one repeated letter."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.begun = 0  # characters at the end of what came that begin the stop string
-        self._shorter = [0]  # of each beginning, by its length - 1: the longest shorter one with which it ends
+        self.begun = 0  # characters at the end of the text so far that begin the stop string
+        self._shorter = [0]  # by length - 1 of a prefix: its longest proper suffix that is also a prefix
         for character in text[1:]:
             self._shorter.append(self._next(self._shorter[-1], character))
 
     def push(self, text: str) -> int:
-        """How many characters of this chunk complete the stop string; 0 if they do not."""
+        """The number of characters of this chunk that complete the stop string; 0 if it is not complete."""
         if not self.begun and self.text[0] not in text:
             return 0
         begun = self.begun

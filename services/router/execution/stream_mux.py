@@ -28,7 +28,7 @@ OPEN_TIMEOUT_S = 5.0
 NOT_SENT = "NOT_SENT"  # reason of an error: no connection could be made, so the worker has not seen the request
 IDLE_CLOSE_S = 30.0  # without a stream; then the feed is closed, so a router has feeds only to workers that serve it
 OnEvent = Callable[[decode_pb2.DecodeResponse], bool]  # returns True at the end of the stream
-END_WAIT_S = 5.0  # for the end of a stream to arrive after its call has ended without an error
+END_WAIT_S = 5.0  # that the end of a stream may take after its call has ended without an error
 
 
 class Substream:
@@ -116,7 +116,7 @@ class StreamMux:
                 self._idle = self._closed_later()
 
     def _closed_later(self) -> asyncio.TimerHandle:
-        """Unless a substream opens before."""
+        """Closes the feed after a while, unless a substream opens before."""
         return asyncio.get_running_loop().call_later(IDLE_CLOSE_S, self._close)
 
     def _close(self) -> None:

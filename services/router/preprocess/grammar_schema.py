@@ -20,7 +20,7 @@ MAX_CHOICES = 1024
 MAX_DEPTH = 32
 MAX_COUNT = 10_000  # of repetitions, multiplied
 MAX_MULTIPLE = 1024  # of multipleOf; xgrammar ignores a larger one
-MAX_MULTIPLE_RANGE = 1000  # numbers between the bounds beside multipleOf; with more xgrammar ignores it
+MAX_MULTIPLE_RANGE = 1000  # numbers between the bounds of a multipleOf; with more, xgrammar ignores it
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 AT_ROOT = {"$schema", "$id", "$defs", "definitions"}
@@ -171,7 +171,7 @@ def _weight(bare: str) -> int:
 
 
 def _count(digits: str) -> int:
-    """Of more digits than the library counts with, it keeps something else."""
+    """The count; the library misreads numbers with too many digits."""
     return int(digits) if len(digits) < 10 else MAX_COUNT + 1
 
 

@@ -3,7 +3,7 @@ where the model begins to write what belongs between them.
 
     [prefix] text before [suffix] text after [middle] ─▶ the completion, until the model ends it
 
-This order (prefix, suffix, middle) is the one that the makers of the models below document.
+This order (prefix, suffix, middle) is documented by the makers of the models below.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-PROBE = "\N{WHITE SMILING FACE}"  # a text in front of another one, so that a tokenizer adds no space to the second
+PROBE = "\N{WHITE SMILING FACE}"  # a text before another one, so that a tokenizer adds no space to the second
 
 
 class Markers(NamedTuple):
@@ -22,7 +22,7 @@ class Markers(NamedTuple):
     prefix: str
     suffix: str
     middle: str
-    ends: tuple[str, ...]  # which end a completion, like the three above; those that the tokenizer has
+    ends: tuple[str, ...]  # end a completion, like the three above, if the tokenizer has them
     spaced: bool = False  # the tokenizer adds a space to a text; the models expect one before the prefix alone
 
 
@@ -42,8 +42,8 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Infilling:
-    """How one tokenizer's models are asked to fill a gap. `prefix`, `suffix` and `middle` are token ids, and so are
-    `ends`, the tokens that end a completion."""
+    """The infilling tokens of one tokenizer. `prefix`, `suffix` and `middle` are token ids, and so are `ends`, which
+    end a completion."""
 
     backend: tokenizers.Tokenizer
     prefix: int

@@ -1,5 +1,5 @@
-"""A request as the router serves it, built from a client's message, or the error that names the field and its bound.
-Nothing is reserved for a request before it is built."""
+"""Builds the router's request from a client's message. Errors name the field and its bound. Nothing is reserved for a
+request before it is built."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Request:
     """A validated request with its journal: `tokens` is the prompt and every token sent to the client."""
 
     request_id: str  # the client's
-    internal_id: str  # unlike any other request's, also when two clients choose the same id
+    internal_id: str  # unique, even if two clients choose the same id
     tokens: list[int]
     prompt_len: int
     max_tokens: int
     sampling: sampling_pb2.Sampling
     stop_ids: list[int]
     salt: bytes
-    own_stop_ids: list[int] | None = None  # those that are not the model's end tokens; None: no end token ends it
+    own_stop_ids: list[int] | None = None  # stop tokens other than the model's end tokens; None: no end token ends it
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     show_special: bool = False  # tokens in the text
@@ -56,7 +56,7 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     def end_at(self, eos_token_ids: Iterable[int]) -> None:
-        """The end tokens are those of the worker that serves it: a cluster may have two checkpoints for a while."""
+        """Sets the end tokens of the worker that serves it, because a cluster may temporarily have two checkpoints."""
         if self.own_stop_ids is not None:
             self.stop_ids = [*eos_token_ids, *self.own_stop_ids]
 
@@ -86,7 +86,7 @@ class Request:
 
 
 class ResumeState:
-    """The state that earlier attempts of a job left, by completion, and the fingerprint of its adapter."""
+    """The stored state of a job's earlier attempts, by completion, and the fingerprint of its adapter."""
 
     def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = ()) -> None:
         self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
@@ -167,7 +167,7 @@ def build_request(
 
 
 def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rendered_end: str) -> Reading | None:
-    """How the answer is read: as the message says, or as the template of its chat writes."""
+    """How to read the answer: as the message says, or by the format of its chat template."""
     answer_format, chat = tokenizer.answer_format, message.chat
     if message.HasField("reading"):
         wanted = message.reading
@@ -183,8 +183,8 @@ def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rend
 
 
 def _before_grammar(reading: Reading | None, tokenizer: Tokenizer) -> sampling_pb2.ReasoningTokens | None:
-    """The reasoning that may come before a text that fits a grammar. Raises InvalidRequest where its end could not be
-    told from the tokens."""
+    """The tokens of reasoning before a text that fits a grammar. Raises InvalidRequest if tokens cannot show its
+    end."""
     if reading is None or not reading.format.reasons:
         return None
     opening, close = tokenizer.reasoning_ids()

@@ -10,7 +10,7 @@ from tandem.errors import CheckpointRefused
 
 
 class Defaults(BaseModel):
-    """Sampling of requests that do not say: the checkpoint's generation_config.json, as vLLM takes it, then these."""
+    """Sampling defaults of requests: the checkpoint's generation_config.json, read as by vLLM, then these."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -14,7 +14,7 @@ from tandem.errors import NoWorker
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a request is validated against."""
+    """The facts against which a request is validated."""
 
     name: str
     context: int
@@ -37,8 +37,8 @@ class ServedModel:
 
     @property
     def adapters(self) -> Mapping[str, bytes]:
-        """What a request may name, with the fingerprint of its content, which the router does not know of one from the
-        settings."""
+        """The adapters that a request may name, with their fingerprints; the router does not know those of adapters
+        from the settings."""
         if self._loaded is not None and self._loaded.list is not self._listed:
             self._listed = self._loaded.list
             loaded = {name: adapter.digest for name, adapter in self._listed.adapters.items()}
@@ -69,7 +69,7 @@ class ServedModel:
         return self._facts
 
     def decode_workers(self) -> list[WorkerRecord]:
-        """Those that are present."""
+        """The present decode workers."""
         return self._view.of_role("decode")
 
     def ready(self) -> bool:

@@ -14,15 +14,15 @@ from services.router.preprocess.chat.calls_in_content import calls_in_content
 from services.router.preprocess.chat.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 
-# Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
-# this many contexts of work, and most texts that fit are not longer.
+# Texts of at most this many bytes per token of the context are tokenised without a check, which costs at most this many
+# contexts of work. Most texts that fit are not longer.
 UNCHECKED_BYTES = 4
 PIECE_CHARACTERS = 16 * 1024  # characters that are counted at once
-MAX_CUT_TOKENS = 256  # by which a piece may have more tokens than its part of the whole text, because it was cut
+MAX_CUT_TOKENS = 256  # extra tokens that a piece may have because the text was split there
 MAX_COMPOSED = 4  # characters that a normalizer may compose into one
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The letters that stand for bytes in the names of byte-level tokens (GPT-2's): printable ones for themselves, the
-# others in their order from U+0100 on.
+# The letters for bytes in the names of byte-level tokens (GPT-2): printable bytes are themselves, the others follow in
+# order from U+0100.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
@@ -37,11 +37,11 @@ class Tokenizer:
         template: ChatTemplate | None,
         answer_format: AnswerFormat = PLAIN,
     ) -> None:
-        """`answer_format`: how the model writes reasoning and calls."""
+        """`answer_format`: the format of the model's reasoning and calls."""
         self.backend = backend
         self.template = template
         self.answer_format = answer_format
-        self.marker_ids: frozenset[int] = frozenset()  # special tokens by which the answer's parts are told apart
+        self.marker_ids: frozenset[int] = frozenset()  # special tokens that separate the answer's parts
         self.infilling = None if backend is None else infilling.of(backend)
         self._texts: dict[int, str] = {}  # of single tokens
         if backend is not None:
@@ -75,9 +75,9 @@ class Tokenizer:
         reasoning: str | None = None,
         calls: str | None = None,
     ) -> Tokenizer:
-        """`request_templates`: a request may bring its own chat template. `reasoning` and `calls`: the formats in which
-        the model writes; None: as its template shows. Raises CheckpointRefused for files that are there but cannot be
-        read, SettingsError for a format that is unknown."""
+        """`request_templates`: a request may have its own chat template. `reasoning` and `calls`: the model's formats;
+        None: as its template shows. Raises CheckpointRefused for files that cannot be read, SettingsError for an
+        unknown format."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None, None)
@@ -98,8 +98,8 @@ class Tokenizer:
         return cls(tokenizer, template, answer_format)
 
     def reasoning_ids(self) -> tuple[int | None, list[int]]:
-        """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens
-        of their own."""
+        """The token that begins the model's reasoning, and those that end it. None and empty if they are not single
+        tokens."""
         opening, close = self.answer_format.reasoning_markers
         backend = self._need()
         tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
@@ -129,7 +129,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 of one token; of a part of a code point its own bytes, which clients join to the whole."""
+        """The UTF-8 of one token; for a part of a code point its bytes, which clients join."""
         text = self.token(token_id)
         if self.backend is None or REPLACEMENT not in text:
             return text.encode()
@@ -139,17 +139,17 @@ class Tokenizer:
         return bytes(map(BYTE_OF.__getitem__, name)) if name and BYTE_OF.keys() >= {*name} else text.encode()
 
     def spellings(self, word: str) -> list[list[int]]:
-        """The tokens that spell the word at the beginning of a text, and those after a space. Spaces before the word do
-        not count. (Of a bad word vLLM takes both too, the second only where it has as many tokens as the first.)
-        Raises InvalidRequest without a tokenizer."""
+        """The tokens of the word at the beginning of a text, and after a space. Leading spaces of the word are ignored.
+        (vLLM also uses both for a bad word, the second one only if it has as many tokens as the first.) Raises
+        InvalidRequest without a tokenizer."""
         bare = word.lstrip()
         found = [self.encode(text, special=False) for text in (bare, f" {bare}")]
         return [ids for place, ids in enumerate(found) if ids and ids not in found[:place]]
 
     def at_least(self, text: str, most: int) -> int | None:
-        """A lower bound over `most` on the text's number of tokens, found without tokenising all of it; None if there
-        may be fewer. Then `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
-        tokenizer."""
+        """A lower bound above `most` on the text's number of tokens, found without tokenising all of it; None if there
+        may be fewer. In that case `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without
+        a tokenizer."""
         tokenizer = self._need()
         if len(text) > most * self._longest:
             return len(text) // self._longest
@@ -166,7 +166,7 @@ class Tokenizer:
     def render(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL
     ) -> str:
-        """The conversation as the model reads it. Raises InvalidRequest without a template, or if it refuses."""
+        """Renders the conversation. Raises InvalidRequest without a template, or if the template refuses it."""
         if self.template is None:
             raise InvalidRequest(
                 "this model has no chat template; send text or token_ids",
@@ -197,7 +197,7 @@ def _decodes(tokenizer: tokenizers.Tokenizer, by: str) -> bool:
 
 
 def _bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
-    """The tokens that are a byte each where the decoder has byte fallback, as in Llama 2, Mistral and Gemma."""
+    """The tokens that are single bytes, if the decoder has byte fallback, as in Llama 2, Mistral and Gemma."""
     if not _decodes(tokenizer, "ByteFallback"):
         return {}
     ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}

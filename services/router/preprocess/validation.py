@@ -29,7 +29,7 @@ CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"  # the reason of an error
 
 
 def checked_request_id(request_id: str) -> str:
-    """The client's, or a new one. Raises InvalidRequest."""
+    """The client's request id, or a new one. Raises InvalidRequest."""
     if not request_id:
         return secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
@@ -40,7 +40,7 @@ def checked_request_id(request_id: str) -> str:
 
 
 def check_adapter(name: str, model: ModelFacts) -> None:
-    """Raises NotFound for one that the cluster does not have."""
+    """Raises NotFound for an adapter that the cluster does not have."""
     if name and name not in model.adapters:
         names = ", ".join(sorted(model.adapters)) or "none"
         raise NotFound(f"there is no adapter {name!r:.140}; there are: {names}", field="adapter", bound=names)
@@ -78,7 +78,7 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
 
 
 def stop_ids(params: sampling_pb2.SamplingParams, vocab_size: int) -> list[int]:
-    """The client's."""
+    """The client's stop token ids."""
     ids = token_ids(params.stop_token_ids, "sampling.stop_token_ids", vocab_size)
     if len(ids) > MAX_STOP_IDS:
         raise out_of_bounds("sampling.stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS} ids")

@@ -1,9 +1,9 @@
 """The requests that wait for a placement, in their order. Pure: no clock, no sockets.
 
-First those whose answer has begun: their clients are reading it. Then the more urgent priority. Within a priority the
-tenant that has received the fewest tokens, so that no tenant's backlog delays another tenant (the virtual
-token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Within a tenant the shorter
-prompt, as in engine.core.scheduler; later requests delay a request by at most its own number of tokens.
+Requests whose answer has begun come first, because their clients are reading it; then the more urgent priority; within
+a priority the tenant that has received the fewest tokens, so that no tenant's backlog delays another tenant (the
+virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); within a tenant the
+shorter prompt, as in engine.core.scheduler. Later requests delay a request by at most its own number of tokens.
 
 Every operation is O(log n) in the number of waiting requests:
 
@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 
 from services.router.routing.size_histogram import SizeHistogram
 
-GENERATED_TOKEN_WEIGHT = 2.0  # what a generated token counts as, in tokens of a prompt: the paper's weights
-MAX_SAMPLED = 64  # tenants in `before`, and urgencies in `add`; the others count as if they were like these
+GENERATED_TOKEN_WEIGHT = 2.0  # weight of a generated token relative to a prompt token, as in the paper
+MAX_SAMPLED = 64  # tenants in `before`, and urgencies in `add`; the others are extrapolated from these
 
 Urgency = tuple[bool, int]
 
@@ -45,8 +45,8 @@ class TenantQueue(Generic[W]):
     """The requests of one tenant and urgency. The first is the one with the fewest tokens, less those of later requests
     that were placed before it.
 
-    A segment tree by arrival. `_low[n]` is the least that a request below node n has left, `_add[n]` what is still to
-    be added to all of them and is in `_low[n]` already.
+    A segment tree by arrival. `_low[n]` is the minimum of the tokens left below node n, `_add[n]` a pending addition to
+    all of them, which `_low[n]` already includes.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class TenantQueue(Generic[W]):
     def overtake(self, number: int, tokens: int) -> None:
         """The request with this number is placed before those that arrived earlier."""
         node = self._size + bisect_left(self._numbers, number)
-        if node == 2 * self._size:  # it came after all of them
+        if node == 2 * self._size:  # it arrived after all of them
             self._low[1] -= tokens
             self._add[1] -= tokens
             return
@@ -142,21 +142,21 @@ class UrgencyClass(Generic[W]):
 
     lines: dict[str, TenantQueue[W]] = field(default_factory=dict)
     heap: list[Entry] = field(default_factory=list)  # a tenant's entry is late where it has had more meanwhile
-    entries: dict[str, Entry] = field(default_factory=dict)  # those of the heap that count
+    entries: dict[str, Entry] = field(default_factory=dict)  # the valid entries of the heap
     count: int = 0
     tokens: int = 0
 
 
 class FairQueue(Generic[W]):
     def __init__(self) -> None:
-        self.tokens = 0  # of the prompts of all who wait
+        self.tokens = 0  # prompt tokens of all waiting requests
         self._classes: dict[Urgency, UrgencyClass[W]] = {}
         self._urgencies: list[Urgency] = []  # their keys, in order
         self._count = 0
         self._charged: dict[str, float] = {}  # tokens of each tenant
         self._waiting: dict[str, int] = {}  # requests of each tenant
         self._arrivals = 0
-        self._latest = 0.0  # what the tenant had that was placed last
+        self._latest = 0.0  # tokens that the latest placed tenant had received
 
     def __len__(self) -> int:
         return self._count
@@ -181,7 +181,7 @@ class FairQueue(Generic[W]):
             self._enter(group, request.tenant)
 
     def remove(self, request: W) -> None:
-        """Removes a request that gives up. Idempotent."""
+        """Removes a request whose wait has ended. Idempotent."""
         urgency = _urgency(request)
         group = self._classes.get(urgency)
         line = group.lines.get(request.tenant) if group else None

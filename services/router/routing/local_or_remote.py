@@ -1,6 +1,6 @@
 """Whether a prompt is computed on its decode worker (locally) or on a prefill worker (remotely). Pure.
 
-The decode worker computes it where that costs all requests together clearly less time. Costs in seconds:
+The decode worker computes it if that costs all requests together clearly less time. Costs in seconds:
 
     remote  one step + (prompt tokens queued before this one + its own uncached tokens) / the prefill worker's rate
             + the delay of each prompt that waits for that worker, there or at the router
@@ -58,7 +58,7 @@ def local_or_remote(
 
 
 def why_only_local(decode: WorkerSnapshot, prefills: Sequence[WorkerSnapshot], config: RoutingConfig) -> str:
-    """The reason in the receipt, where there was nothing to decide."""
+    """The reason in the receipt if there was no choice."""
     if config.local == "always":
         return "local_prefill is always"
     if not prefills:
@@ -112,12 +112,12 @@ def compute_seconds(worker: WorkerSnapshot, rate: float, tokens: int) -> float:
 
 
 def prompt_rate_beside_streams(decode: WorkerSnapshot, config: RoutingConfig) -> float:
-    """Prompt tokens per second that a decode worker computes while its streams go on."""
+    """Prompt tokens per second that a decode worker computes while its streams continue."""
     return decode.prompt_rate * prompt_share(decode, config)
 
 
 def prompt_share(decode: WorkerSnapshot, config: RoutingConfig) -> float:
-    """The share of a decode worker's time for prompts while its streams go on, as engine.core.step_time bounds its
+    """The share of a decode worker's time for prompts while its streams continue, as engine.core.step_time bounds its
     steps."""
     if not (decode.streams and decode.step_s and decode.prompt_rate):
         return 1.0

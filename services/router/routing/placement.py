@@ -1,4 +1,4 @@
-"""What the routing policy decides on, and its decision: worker snapshots, path latencies, estimates, placements. Pure.
+"""The inputs of the routing policy and its decision: worker snapshots, path latencies, estimates, placements. Pure.
 
 Times are in seconds: measured by the workers themselves, or observed by earlier requests.
 """
@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 
 class Begun(NamedTuple):
-    """What the decode worker computed with that gave a request's tokens so far. One with another checkpoint or another
-    type of KV would give other tokens from there on."""
+    """The checkpoint, KV type and order of sums with which a request's tokens so far were computed. A decode worker
+    with another checkpoint or KV type would continue with other tokens."""
 
     computes_with: str
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
@@ -28,7 +28,7 @@ class WorkerSnapshot:
     worker_id: str
     incarnation: str
     address: str
-    layout_hash: str  # of what its KV means: it reads from workers with an equal one, in whatever blocks they keep it
+    layout_hash: str  # of the meaning of its KV: it reads from workers with an equal one, whatever their block layout
     running: int  # requests in progress, this router's included
     max_running: int
     free_blocks: int  # blocks that can be allocated, without those of this router's newest requests
@@ -42,11 +42,11 @@ class WorkerSnapshot:
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected to be dead, did not reject a request just now
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
-    computes_with: str = ""  # equal in two workers: they give the same tokens
-    tp: int = 1  # ranks that it consists of
-    state_blocks: int = 0  # that each transfer takes beside those of KV, for recurrent states
+    computes_with: str = ""  # workers with equal values give the same tokens
+    tp: int = 1  # its number of ranks
+    state_blocks: int = 0  # blocks for recurrent states in each transfer, in addition to those of KV
     eos_token_ids: Sequence[int] = ()  # the end tokens of its checkpoint
-    cached: int = 0  # leading tokens of the prompt in question that it need not compute
+    cached: int = 0  # leading tokens of the current prompt that it need not compute
 
     def with_cached(self, cached: int) -> WorkerSnapshot:
         """The snapshot for another prompt (dataclasses.replace takes three times as long)."""
@@ -54,16 +54,17 @@ class WorkerSnapshot:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Of this incarnation."""
+        """The worker id and its incarnation."""
         return self.worker_id, self.incarnation
 
     @property
     def begun(self) -> Begun:
-        """What tokens that it computes have begun with."""
+        """The Begun of tokens that it computes."""
         return Begun(self.computes_with, self.sum_order)
 
     def continues(self, begun: Begun | None) -> bool:
-        """Whether it gives the remaining tokens of a request that has some; their low bits may differ by sum order."""
+        """Whether it computes the same remaining tokens of a request that has begun; low bits of logits may differ by
+        sum order."""
         return begun is None or self.computes_with == begun.computes_with
 
     def uncached(self, tokens: int) -> int:
@@ -83,8 +84,8 @@ _all_but_cached: Callable[[WorkerSnapshot], tuple[Any, ...]] = attrgetter(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of waiting for the prompt's turn, of computing it, and what either path costs all requests together (0
-    where there was no choice)."""
+    """Seconds of waiting for the prompt's turn, of computing it, and the cost of either path for all requests together
+    (0 if there was no choice)."""
 
     wait_s: float
     compute_s: float
@@ -124,6 +125,6 @@ class RoutingConfig:
 
     local: Local = "measured"  # whether decode workers compute prompts that prefill workers could compute
     decode_slowdown_limit: float = 2.0  # how many times as long as a step of one stream a step with prompts may take
-    mixed_step_floor_s: float = 0.0  # seconds that it may take even if the limit is less; 0: none
+    mixed_step_floor_s: float = 0.0  # seconds that such a step may take even if the limit is less; 0: none
     ttft: float | None = None  # seconds after which a first token is of no use; None: no objective
     tpot: float | None = None  # seconds that a step of streams may take; None: no objective

@@ -1,12 +1,12 @@
-"""Which workers have cached the beginning of a prompt, as far as the router knows.
+"""The router's index of which workers have cached the beginning of a prompt.
 
 Each worker streams the hashes of its reusable blocks (services/kv_events.py). After a missing message, or at the end of
-the stream, the router discards what it knows of that worker until it has received all hashes again. Wrong or late
-knowledge costs time and never a token: a worker computes what it has not cached.
+the stream, the router discards a worker's hashes until it has received all of them again. Wrong or late information
+costs time but never a token, because a worker computes what it has not cached.
 
-A worker of a model with recurrent layers resumes a prompt only where it has a copy of their states. Copies are blocks
-with hashes of their own (engine.core.block_hash.of_state), which are in the stream like others. All blocks of a copy
-come and go together, so the first one stands for it.
+A worker of a model with recurrent layers resumes a prompt only where it has a copy of the states. Copies are blocks
+with separate hashes (engine.core.block_hash.of_state), which are in the stream like others. All blocks of a copy are
+stored and evicted together, so the first one represents it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Prompt:
     """The tokens of a prompt, and the hashes of their full blocks."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes, adapter: str, fingerprint: bytes = b"") -> None:
-        """`fingerprint`: of the adapter, if it is known; otherwise it is what the workers say."""
+        """`fingerprint`: of the adapter; without one the workers' fingerprints count."""
         self.adapter = adapter
         self.fingerprint = fingerprint
         self._tokens = list(tokens)
         self._salt = salt
         self._chains: dict[tuple[int, bytes], list[bytes]] = {}
         self._states: dict[tuple[int, bytes], list[bytes]] = {}
-        self.lengths: list[tuple[int, int]] = []  # BlockIndex's answer, and the version of the index that it is from
+        self.lengths: list[tuple[int, int]] = []  # BlockIndex's cached result, and its version of the index
         self.lengths_at: object = None
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Prompt:
         return self._chains[key]
 
     def states(self, block_size: int, fingerprint: bytes) -> list[bytes]:
-        """For each full block the hash of a copy of the recurrent states after it."""
+        """For each full block, the hash of the copy of the recurrent states after it."""
         key = block_size, fingerprint
         if key not in self._states:
             chain = enumerate(self.chain(block_size, fingerprint), 1)
@@ -73,7 +73,7 @@ class Prompt:
 
 @dataclass
 class _Known:
-    """What one incarnation of a worker has streamed."""
+    """The hashes that one incarnation of a worker has streamed."""
 
     bit: int  # its place in the masks
     role: str
@@ -87,7 +87,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._known: dict[Incarnation, _Known] = {}
-        self._incarnations: dict[int, Incarnation] = {}  # by bit; one that is being forgotten is in neither
+        self._incarnations: dict[int, Incarnation] = {}  # by bit; without those that are being forgotten
         self._free: list[int] = []
         self._bits = 0
         self._holders: dict[bytes, int] = {}
@@ -128,14 +128,14 @@ class BlockIndex:
         return self._empty(known)
 
     def cached(self, prompt: Prompt, incarnation: Incarnation) -> int:
-        """Leading tokens of the prompt that need not be computed there; the last token always must."""
+        """Leading tokens of the prompt that need not be computed there; the last token is always computed."""
         known = self._known.get(incarnation)
         if known is None:
             return 0
         return next((tokens for tokens, mask in self._lengths(prompt) if mask >> known.bit & 1), 0)
 
     def holders(self, prompt: Prompt, role: str, most: int) -> list[Incarnation]:
-        """Incarnations that have cached most of the prompt, at most `most`; random ones among equals."""
+        """At most `most` incarnations that have cached the most of the prompt; ties are broken at random."""
         named: list[Incarnation] = []
         of_role = self._roles.get(role, 0)
         for _, mask in self._lengths(prompt):
@@ -163,7 +163,7 @@ class BlockIndex:
         return prompt.lengths
 
     def _leading(self, prompt: Prompt, block_size: int, fingerprint: bytes, having: int) -> Iterator[tuple[int, int]]:
-        """The same of the incarnations in `having`, whose blocks have this size."""
+        """As `_lengths`, for the incarnations in `having`, whose blocks have this size."""
         tokens = 0
         for digest in prompt.chain(block_size, fingerprint):
             still = having & self._holders.get(digest, 0)
@@ -176,7 +176,7 @@ class BlockIndex:
         yield tokens, having
 
     def _resumable(self, prompt: Prompt, block_size: int, fingerprint: bytes, having: int) -> Iterator[tuple[int, int]]:
-        """The same where recurrent states are needed, too: up to the last copy of them within the leading blocks."""
+        """As `_leading`, for models with recurrent states: up to the last copy within the leading blocks."""
         lengths: dict[int, int] = {}
         states = prompt.states(block_size, fingerprint)[: (len(prompt) - 1) // block_size]
         for number, (digest, state) in enumerate(zip(prompt.chain(block_size, fingerprint), states, strict=False), 1):
@@ -189,8 +189,8 @@ class BlockIndex:
         yield from lengths.items()
 
     def _kinds_of(self, prompt: Prompt) -> list[tuple[tuple[Shape, bytes], int]]:
-        """The kinds of blocks that may have the prompt, each with its incarnations. Where the fingerprint is known, a
-        worker that lacks the adapter has no such block."""
+        """The kinds of blocks that may hold the prompt, each with its incarnations. If the fingerprint is known, a
+        worker without the adapter has no such block."""
         if prompt.fingerprint:
             return [((shape, prompt.fingerprint), mask) for (shape, _), mask in self._kinds.get("", {}).items()]
         return list(self._kinds.get(prompt.adapter, {}).items())
@@ -233,7 +233,7 @@ class BlockIndex:
             for _ in range(min(len(left), HASHES_PER_SLICE)):
                 self._remove(left.pop(), mask)
             yield
-        self._free.append(known.bit)  # no mask has it any more
+        self._free.append(known.bit)  # no mask contains it any more
 
     def _remove(self, digest: bytes, mask: int) -> None:
         others = self._holders[digest] & ~mask
@@ -251,7 +251,7 @@ class PrefixIndex:
         self._channels = channels
         self.index = BlockIndex()
         self._watching: dict[Incarnation, asyncio.Task[None]] = {}
-        self._lost: set[Incarnation] = set()  # those that have not answered since the log said so
+        self._lost: set[Incarnation] = set()  # incarnations whose broken stream was logged
 
     async def prompt(self, tokens: Sequence[int], salt: bytes, adapter: str, fingerprint: bytes = b"") -> Prompt:
         """A prompt with its hashes computed, so that its placement does not delay the token streams."""
@@ -262,7 +262,7 @@ class PrefixIndex:
         return prompt
 
     def cached(self, prompt: Prompt, record: WorkerRecord) -> int:
-        """Leading tokens of the prompt that this worker has, as far as is known."""
+        """Leading tokens of the prompt that this worker is known to have cached."""
         return self.index.cached(prompt, (record.worker_id, record.incarnation))
 
     def holders(self, prompt: Prompt, role: str) -> list[str]:
@@ -309,7 +309,7 @@ class PrefixIndex:
                         return  # the registry will show the new incarnation
                     await _in_slices(self.index.take(record, message))
         except TandemError as error:
-            if incarnation not in self._lost:  # it is asked again in each second of the minute for which it is kept
+            if incarnation not in self._lost:  # it is tried again each second for the minute that it is kept
                 log.info("cache_news.lost", worker=record.worker_id, error=error.message)
                 self._lost.add(incarnation)
             raise

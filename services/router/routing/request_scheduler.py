@@ -33,8 +33,8 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS
 SUSPECT_S = 5.0
 # Likewise, at most, a worker that refused a request for lack of room.
 REJECTED_S = 0.5
-# The rate at which places come free is estimated from the latest placements made while other requests waited: from at
-# least and at most this many.
+# The rate at which places become free is estimated from the latest placements while other requests waited: at least and
+# at most this many.
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 MIN_RETRY_S = 0.1
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
@@ -55,7 +55,7 @@ class RequestScheduler:
         self._aside: defaultdict[str, list[WaitingRequest]] = defaultdict(list)  # by their workers' `computes_with`
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
-        self._newest: object = None  # what `_news` is about
+        self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
         self._placed: dict[int, WaitingRequest] = {}  # by the id() of its placement
@@ -82,9 +82,9 @@ class RequestScheduler:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
-        request that has, is never refused because of an estimate. `begun_with` is what the worker computed with
-        that gave its tokens so far. A suspected poison request begins `alone`: on a decode worker, which computes its
-        prompt. `unsuited` are workers that serve others and not this one: used only if no other is there.
+        request that has, is never refused because of an estimate. `begun_with`: see Begun. A suspected poison request
+        begins `alone`: on a decode worker, which computes its prompt. `unsuited` are workers that cannot serve this
+        request; they are used only if there is no other.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
@@ -125,7 +125,7 @@ class RequestScheduler:
         """Applies the view's changes, some workers at a time, and places waiting requests. Call it after each change;
         otherwise the next request applies all of them at once."""
         self._kept_up = True
-        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer ones may come meanwhile
+        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer records may arrive meanwhile
             await asyncio.sleep(0)
         self._dispatch()
 
@@ -195,7 +195,7 @@ class RequestScheduler:
         wanted = [(remaining_s, "its deadline")]
         if ttft_s is not None:
             wanted.append((ttft_s, "its objective"))
-        if self._config.ttft is not None and wait_s > 0:  # an idle cluster serves a prompt however long it takes
+        if self._config.ttft is not None and wait_s > 0:  # an idle cluster serves even a long prompt
             wanted.append((self._config.ttft, "the objective"))
         within_s, whose = min(wanted)
         if wait_s + own_s > within_s:
@@ -348,7 +348,7 @@ class RequestScheduler:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
         about = waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached, waiting.unsuited
         found = self._workers.decodes.shortlist(*about)
-        # Workers that somebody waits for aside take nobody else, or small requests would take all room as it comes.
+        # Workers that a request set aside waits for accept no other, or small requests would take all room.
         return [one for one in found if waiting.leaving or (self._aside[one.computes_with] or [waiting])[0] is waiting]
 
     def _prefills(

@@ -1,4 +1,4 @@
-"""A request that waits for its workers, and what its placement takes of them."""
+"""A request that waits for its workers, and the resources that its placement takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.router.routing.fair_queue import Waiting
 from services.router.routing.placement import Begun, Placement
 from services.router.routing.worker_table import Cached
 
-Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
+Holders = Callable[[str], Sequence[str]]  # role -> ids of workers that have cached the most of the prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class WaitingRequest(Waiting):
     ahead: int = 0
     kv_holder: str = ""
     begun_with: Begun | None = None
-    unsuited: Collection[tuple[str, str]] = ()  # incarnations of workers that serve others, and not this
+    unsuited: Collection[tuple[str, str]] = ()  # incarnations that cannot serve this request, but others
     cached: Cached = lambda record: 0
     holders: Holders = lambda role: ()
     placement: Placement | None = None
@@ -31,7 +31,7 @@ class WaitingRequest(Waiting):
     unplaceable: bool = False  # no decode worker would give its remaining tokens
 
     def blocks(self, placement: Placement) -> int:
-        """Blocks that it takes on the decode worker."""
+        """Blocks that the request takes on the decode worker."""
         decode = placement.decode
         tokens = decode.block_size if self._shares(placement) else self.tokens
         return -(-(tokens + self.ahead) // decode.block_size) + (decode.state_blocks if placement.prefill else 0)

@@ -1,4 +1,4 @@
-"""The workers of either pool in order of their load, so that a placement looks at a few of them. Pure.
+"""The workers of each pool, sorted by load, so that a placement examines only a few of them. Pure.
 
 The policy is defined over all workers (services.router.routing.worker_selector.place). Over the workers that
 `shortlist` returns it decides the same, with these exceptions, each of which costs time and never correctness:
@@ -7,7 +7,7 @@ The policy is defined over all workers (services.router.routing.worker_selector.
   the least loaded ones;
 - if every prefill worker has a prompt to compute, the chosen one would start at most n times as late as the best, where
   SHORTLIST_SIZE workers have n prompts or fewer each (n = 1: the same decision);
-- path latencies count among the shortlisted workers only. One whose path is not clearly longer than usual is among
+- path latencies count among the shortlisted workers only. One with a path not clearly longer than usual is among
   them.
 
 An update moves a worker in two or three sorted lists: a binary search each, and a move of pointers; or one sort for
@@ -41,7 +41,7 @@ class SortedWorkers:
     def __init__(self) -> None:
         self._keys: list[Key] = []
         self._by_id: dict[str, Key] = {}
-        self._changed: dict[str, Key | None] = {}  # workers whose key has changed since, and their key in `_keys`
+        self._changed: dict[str, Key | None] = {}  # workers whose key has changed, with their old key in `_keys`
 
     def __iter__(self) -> Iterator[str]:
         return (key[-1] for key in self._sorted())
@@ -128,7 +128,7 @@ class PrefillCapacity:
 class DecodePool:
     def __init__(self, config: RoutingConfig) -> None:
         self.workers: dict[str, WorkerSnapshot] = {}
-        self.capacity = PrefillCapacity()  # of all workers, for where there is no prefill worker
+        self.capacity = PrefillCapacity()  # of all workers, used without prefill workers
         self.spare_capacity = PrefillCapacity()  # of those that may compute prompts alongside prefill workers
         self._config = config
         self._by_load: dict[tuple[str, str], SortedWorkers] = {}  # (computes_with, sum_order) -> its workers
@@ -168,14 +168,14 @@ class DecodePool:
         return begun is None or not self.workers or any(worker.continues(begun) for worker in self.workers.values())
 
     def serves_others(self, begun: Begun | None) -> bool:
-        """Whether a worker could serve requests while none of those has room that would go on with this one."""
+        """Whether some worker could serve other requests while no worker that could continue this one has room."""
         return begun is not None and any(
             worker.usable and not worker.continues(begun) for worker in self.workers.values()
         )
 
     def sharing(self, worker_id: str) -> str:
-        """`worker_id` where that worker lets another answer begin with the KV of one that runs, otherwise "": nobody
-        has the recurrent states of a prompt's last full block when the answer to it runs."""
+        """`worker_id` if that worker lets another answer begin with a running answer's KV, otherwise "": with recurrent
+        layers the state at the prompt's last full block is gone by then."""
         worker = self.workers.get(worker_id)
         return worker_id if worker and not worker.state_blocks else ""
 
@@ -189,7 +189,7 @@ class DecodePool:
         unsuited: Collection[tuple[str, str]] = (),
     ) -> list[WorkerSnapshot]:
         """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning, without
-        the `unsuited`, unless no other is usable."""
+        the `unsuited` unless no other is usable."""
         if unsuited and not any(one.usable and one.identity not in unsuited for one in self.workers.values()):
             unsuited = ()
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}

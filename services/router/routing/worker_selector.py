@@ -1,8 +1,8 @@
-"""The workers of a request: its decode worker, then its prefill worker. Pure functions over snapshots: no clock, no
-sockets; the simulator runs this file.
+"""Chooses the workers of a request: its decode worker, then its prefill worker. Pure functions over snapshots: no
+clock, no sockets.
 
-A decode worker comes first: it must have room now, or nothing starts. Then the prefill worker that can hand over to it
-and would start the prompt soonest. Then local_or_remote.py decides which of the two computes the prompt.
+The decode worker is chosen first; it must have room now, or nothing starts. Then the prefill worker that can hand over
+to it and would start the prompt soonest. Then local_or_remote.py decides which of the two computes the prompt.
 
 Workers compute the shorter prompt first (engine.core.scheduler). The router keeps the same order, and holds back a
 prompt that no prefill worker could start soon: the first worker that becomes free takes it, and until then it holds no
@@ -25,9 +25,10 @@ from services.router.routing.local_or_remote import (
 )
 from services.router.routing.placement import Begun, PathLatencies, Placement, RoutingConfig, WorkerSnapshot
 
-# What a prefill worker must have queued so that it does not become idle before the router's next prompt arrives.
+# The work that a prefill worker must have queued so that it does not become idle before the router's next prompt
+# arrives.
 BUFFERED_PROMPTS, BUFFERED_S = 2, 0.5
-# The latency of a path counts among prefill workers where it is this many times that of the shortest path.
+# A path's latency counts in the choice of the prefill worker if it exceeds this many times that of the shortest path.
 LONG_PATH_RATIO = 2.0
 
 
@@ -44,15 +45,15 @@ def place(
 ) -> Placement | None:
     """The best placement of a request of `tokens` tokens with `ahead` more to reserve; None: no room now.
 
-    The least loaded decode worker with room, by the share of its slots in use, then by free blocks; another one if it
-    has cached more of the prompt and would compute the rest at clearly lower cost. Among the prefill workers with the
-    same KV layout, the one that would start soonest; uncached tokens and a clearly longer path count as waiting. Equals
-    take turns.
+    It is the least loaded decode worker with room, by the share of its slots in use, then by free blocks; or another
+    one that has cached more of the prompt and would compute the rest at clearly lower cost. Of the prefill workers with
+    the same KV layout, it is the one that would start soonest; uncached tokens and a clearly longer path count as
+    waiting. Equal workers alternate.
 
     `kv_holder` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room
     for the new tokens, nothing moves. `queued_behind` is the number of prompts that wait at the router behind this one,
-    for each prefill worker. `begun` is what a request that has tokens has begun with: only a worker that gives the
-    others continues it, and one that computes the same bits where it has room.
+    for each prefill worker. `begun`: only a worker that computes the same remaining tokens continues a request that has
+    begun, preferably one with the same bits.
 
     This is the definition, over all workers. The router runs its two halves over the few workers of each pool that
     services.router.routing.worker_pools shortlists.
@@ -94,8 +95,8 @@ def choose_prefill(
     latencies: PathLatencies = MappingProxyType({}),
     begun: Begun | None = None,
 ) -> Placement:
-    """The second half of `place`: which worker computes the prompt for this decode worker. What has begun is computed
-    again only where the type of KV is the same: another one would be rounded."""
+    """The second half of `place`: which worker computes the prompt for this decode worker. A request that has begun is
+    recomputed only with the same KV type, because another type would round."""
     if decode.worker_id == kv_holder:
         return Placement(decode, None, "the KV of the prompt is there already")
     compatible = [
@@ -149,8 +150,9 @@ def _best_prefill(
     compatible: Sequence[WorkerSnapshot], decode: WorkerSnapshot, tokens: int, latencies: PathLatencies
 ) -> WorkerSnapshot:
     """The worker that would start soonest. The latency of a path counts where it is clearly longer than the shortest,
-    because measured latencies of two equal paths always differ. It does not count where the prompt would wait at the
-    router for it: an idle worker comes first, unless computing what another one has cached takes longer than the wait.
+    because measured latencies of two equal paths always differ. It does not count if the prompt would wait at the
+    router for the worker: an idle worker comes first, unless computing the tokens that another one has cached takes
+    longer than the wait.
     """
     least_uncached, blocks = min(worker.uncached(tokens) for worker in compatible), blocks_to_move(decode, tokens)
     latency_s = {worker.worker_id: path_latency(latencies, decode, worker).seconds(blocks) for worker in compatible}

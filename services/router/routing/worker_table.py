@@ -2,8 +2,8 @@
 
 A worker's record is up to a heartbeat old. The requests that this router has started and ended there since are added to
 it, until a newer record counts them. A worker that refused a request for lack of room gets no other until its record
-changes, until a request of this router ends there, or for a moment; a worker suspected to be dead, for a while or until
-its next incarnation.
+changes, a request of this router ends there, or a short time has passed. A worker suspected to be dead gets none for a
+while or until its next incarnation.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class WorkerTable:
     def __init__(self, config: RoutingConfig) -> None:
         self.decodes = DecodePool(config)
         self.prefills = PrefillPool()
-        self._records: dict[str, WorkerRecord] = {}  # those that the pools know
+        self._records: dict[str, WorkerRecord] = {}  # records that the pools have
         self._local: dict[str, _LocalChanges] = {}
         self._absent: dict[str, float] = {}  # since when an account has no record
-        self._meanings: dict[str, str] = {}  # what KV of a layout means, by the layout's hash: of records that say it
+        self._meanings: dict[str, str] = {}  # layout hash -> meaning of its KV, from records that have it
         self._changed: set[str] = set()  # ids whose account has changed since their candidate was made
         self._resting: list[tuple[float, str]] = []  # a heap: until when a worker is left alone
         self._placements = 0
@@ -131,7 +131,7 @@ class WorkerTable:
         self._absent.pop(record.worker_id, None)
         if record.kv_meaning and record.layout_hash not in self._meanings:
             self._meanings[record.layout_hash] = record.kv_meaning
-            for other in self._records.values():  # of an older version, which does not say it
+            for other in self._records.values():  # of an older version, whose record lacks it
                 if other.layout_hash == record.layout_hash and not other.kv_meaning:
                     self._changed.add(other.worker_id)
         self._put(record)
@@ -188,7 +188,7 @@ class WorkerTable:
 
 
 def computes_with(record: WorkerRecord) -> str:
-    """What the record says, or what stands for it in that of a version that does not say it."""
+    """The record's value, or its substitute for a record of an older version."""
     return record.computes_with or record.layout_hash
 
 

@@ -1,9 +1,9 @@
-"""Who may ask the router: the keys in a file, which is read again when it changes.
+"""The keys of the router's clients, in a file that is read again when it changes.
 
     NAME KEY                          may generate
     NAME KEY metrics                  may also read the router's metrics over HTTP
-    NAME KEY admin                    may do that, and scale, drain and look into the cluster
-    NAME KEY requests=8               has no more in progress at a time
+    NAME KEY admin                    likewise, and scale, drain and inspect the cluster
+    NAME KEY requests=8               has at most 8 requests in progress
     NAME KEY tokens_per_minute=10000  of prompts and answers together
     NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, and 0 is both what a
                                       request has that names none and the most urgent one of a key without this word
@@ -40,7 +40,7 @@ ADMIN_SERVICE = "/tandem.v1.AdminService/"
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a tenant, at one router. None: no limit."""
+    """The limits of a tenant at one router. None: no limit."""
 
     requests: int | None = None
     tokens_per_minute: int | None = None
@@ -56,7 +56,7 @@ class ApiKey:
     limits: Limits = Limits()
 
 
-ANONYMOUS = ApiKey("")  # where no key is asked for
+ANONYMOUS = ApiKey("")  # the key of every client if no keys are required
 
 
 class ApiKeys:
@@ -69,7 +69,7 @@ class ApiKeys:
         self._looked = monotonic()
 
     def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> ApiKey:
-        """Who sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
+        """The key that sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
         self._look()
         scheme, _, secret = (authorization or "").partition(" ")
         digest = _digest(secret.strip())
@@ -92,8 +92,8 @@ class ApiKeys:
         self.check(authorization if isinstance(authorization, str) else None, admin=method.startswith(ADMIN_SERVICE))
 
     def named(self, name: str) -> ApiKey:
-        """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
-        PermissionDenied when it has no key."""
+        """The tenant of that name, with the strictest limit of each kind among its keys. Raises PermissionDenied when
+        it has no key."""
         self._look()
         limits = [key.limits for key in self._keys if key.name == name]
         if not limits:

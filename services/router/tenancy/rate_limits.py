@@ -24,7 +24,7 @@ RETRY_S = 1.0  # it is unknown when a request in progress will end
 class _Tenant:
     running: int = 0
     tokens: float = 0.0  # in its bucket
-    filled: float = 0.0  # when that was so
+    filled: float = 0.0  # when `tokens` was correct
     known: bool = False  # whether its bucket has been filled before
     promised: int = 0  # tokens in it that running jobs may still generate
 
@@ -41,7 +41,7 @@ class RateLimits:
         self._tenants: dict[str, _Tenant] = {}
 
     def who(self, authorization: str | None) -> ApiKey:
-        """Raises Unauthenticated."""
+        """The key. Raises Unauthenticated."""
         return self._keys.check(authorization) if self._keys else ANONYMOUS
 
     def named(self, name: str) -> ApiKey:
@@ -81,7 +81,7 @@ class RateLimits:
     @contextmanager
     def job(self, key: ApiKey, prompt_tokens: int, longest: int) -> Iterator[Allowance]:
         """Charges a job's prompt, and allows it a part of its `longest` tokens. Raises Busy while that would leave too
-        little to the tenant's other requests. Jobs do not count as requests in progress."""
+        little for the tenant's other requests. Jobs do not count as requests in progress."""
         if key.limits.tokens_per_minute is None:
             yield Allowance(key, _Tenant(), longest)
             return
@@ -100,7 +100,7 @@ class RateLimits:
 
 class Allowance:
     """The tokens that a running job may still generate before it needs more. Jobs never use the last INTERACTIVE_SHARE
-    of their tenant's bucket, so they wait for the tenant's requests and not the other way round."""
+    of their tenant's bucket, so jobs wait for the tenant's other requests and not vice versa."""
 
     def __init__(self, key: ApiKey, tenant: _Tenant, longest: int) -> None:
         self._key, self._tenant = key, tenant

@@ -1,4 +1,4 @@
-"""A bounded rate for each tenant, of something that costs the event loop time."""
+"""Bounds the rate of each tenant's units of work that cost the event loop time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class TenantRate:
         """`per_s`: units of one tenant per second. `burst_s`: seconds by which a tenant may be ahead of this rate."""
         self._per_s = per_s
         self._burst_s = burst_s
-        self._paid_at: dict[str, float] = {}  # when the units so far keep to the rate (monotonic seconds)
+        self._paid_at: dict[str, float] = {}  # when the units so far are within the rate (monotonic seconds)
 
     async def keep(self, tenant: str, count: int) -> None:
-        """Counts `count` units, and waits until the tenant's units keep to the rate."""
+        """Counts `count` units, and waits until the tenant is within the rate."""
         now = monotonic()
         self._paid_at[tenant] = max(now, self._paid_at.get(tenant, now)) + count / self._per_s
         if (ahead_s := self._paid_at[tenant] - now - self._burst_s) > 0:

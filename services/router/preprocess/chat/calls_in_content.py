@@ -1,5 +1,5 @@
-"""Calls of earlier turns for chat templates that show none, as LFM2's and Granite 3.3's: they are put into the text of
-their message, as the model wrote them. It would otherwise read results without their calls.
+"""Puts the calls of earlier turns into the text of their messages, in the model's format, for chat templates that show
+no calls (LFM2's, Granite 3.3's). Otherwise the model would read results without calls.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from services.router.preprocess.chat import forced_calls
 
-# The formats of such models. In the others' no template is known that shows no call.
+# The formats of such models. For other formats all known templates show calls.
 FORMATS = ("lfm2", "granite")
 
 
 def calls_in_content(messages: Sequence[dict[str, Any]], format: str) -> list[dict[str, Any]]:
-    """The messages, those with calls having them at the end of their content. As they are in another format."""
+    """The messages, with calls at the end of their content; unchanged for other formats."""
     if format not in FORMATS:
         return list(messages)
     return [

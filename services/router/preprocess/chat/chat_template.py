@@ -1,4 +1,4 @@
-"""The checkpoint's chat template: a conversation as the model reads it."""
+"""Renders a conversation with the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_KEPT = 16  # compiled templates of clients
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What a request says about how its chat is rendered."""
+    """A request's options for rendering its chat."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the template; one may be `documents`
-    continue_last: bool = False  # the text ends where the last message does
+    continue_last: bool = False  # the text ends with the last message's content
     generation_prompt: bool = True
-    template: str | None = None  # another one: the name of one of the checkpoint's, or its source
+    template: str | None = None  # another template: the name of one of the checkpoint's, or its source
 
 
 AS_USUAL = Rendering()
@@ -40,9 +40,9 @@ AS_USUAL = Rendering()
 class ChatTemplate:
     """The checkpoint's Jinja templates, run in a sandbox as transformers does.
 
-    `variables` are bos_token, eos_token, ...
-    `source` is that of the default template, `tool_source` that of the one that is used when tools are offered, and
-    `call` an answer with a call as that one writes it, empty where it shows none (`shows_calls`).
+    `variables` are bos_token, eos_token, ... `source` is the source of the default template, `tool_source` of the one
+    used with tools, and `call` an answer with a call as rendered by the latter, empty if it shows no calls
+    (`shows_calls`).
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ChatTemplate:
         *,
         from_requests: bool = False,
     ) -> None:
-        """`others` are the checkpoint's templates besides the default one, by name. `from_requests`: a request may
-        bring its own. Raises TemplateError for an invalid template."""
+        """`others` are the checkpoint's other templates, by name. `from_requests`: a request may have its own template.
+        Raises TemplateError for an invalid template."""
         self.source = source
         self.variables = variables
         self._from_requests = from_requests
@@ -68,7 +68,7 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL
     ) -> str:
         """Raises InvalidRequest when the template refuses the messages, does not support tools or documents, or does
-        not show the message that is to be continued."""
+        not show the message to be continued."""
         template = self._chosen(how.template, bool(tools))
         if tools and not template.knows_tools:
             raise InvalidRequest(
@@ -160,7 +160,7 @@ def _continued(
             field=field,
             bound="false, or a last message that the template shows as it is",
         )
-    # Where the template trims what follows the mark, it would trim the text's own spaces too.
+    # If the template trims text after the mark, it would also trim the text's own spaces.
     trimmed = text.strip() and not rendered.startswith(" ", at + len(mark))
     return rendered[: at - (len(text) - len(text.rstrip()) if trimmed else 0)]
 
@@ -169,8 +169,8 @@ def _continued(
 
 
 def load_template(folder: Path, *, from_requests: bool = False) -> ChatTemplate | None:
-    """None: the checkpoint has none. `from_requests`: a request may bring its own. Raises CheckpointRefused for one
-    that cannot be read."""
+    """The template; None if the checkpoint has none. `from_requests`: a request may have its own. Raises
+    CheckpointRefused if it cannot be read."""
     config_path = folder / "tokenizer_config.json"
     try:
         config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}

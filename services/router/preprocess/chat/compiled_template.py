@@ -1,4 +1,4 @@
-"""A chat template as transformers compiles it: Jinja in a sandbox, with what checkpoints expect besides.
+"""A chat template as transformers compiles it: Jinja in a sandbox, with the extensions that checkpoints expect.
 
 Source: `_compile_jinja_template` in transformers/utils/chat_template_utils.py.
 """
@@ -15,14 +15,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What a template may raise for messages that it does not take.
+# What a template may raise for messages that it refuses.
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks for training what the model wrote. Here it is its body."""
+    """`{% generation %}...{% endgeneration %}`, which marks the model's text for training. Here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -44,7 +44,7 @@ class CompiledTemplate:
         try:
             self._template = environment.from_string(source)
             self.reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that Jinja makes of it
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # in the Python that Jinja generates
             raise TemplateError(f"it is nested too deep, or has an impossible value: {error}") from error
         self.functions = frozenset(environment.globals)
 
@@ -56,7 +56,7 @@ class CompiledTemplate:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """Raises one of FAILURES. As with transformers, `tools` and `documents` are none where there are none."""
+        """Raises one of FAILURES. As with transformers, absent `tools` and `documents` are none."""
         return self._template.render(
             {
                 "documents": None,
@@ -75,7 +75,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML. Templates pass these options by name and by place."""
+    """The filter tojson; Jinja's own would escape HTML. Templates pass these options by name and by position."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

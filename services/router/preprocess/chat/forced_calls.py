@@ -1,8 +1,8 @@
-"""Forces the calls of tools that an answer consists of, by a grammar, in the format of the model.
+"""Forces an answer to consist of tool calls, by a grammar in the model's format.
 
-A grammar allows no special token: where a marker is one in the checkpoint's tokenizer, the grammar has it written
-letter by letter. Mistral's and Llama's markers always are, so a form without them is forced, which their readers know;
-so do Gemma's and LFM2's, whose own form no grammar of a schema has.
+A grammar allows no special token, so a marker that is one in the checkpoint's tokenizer is spelled letter by letter.
+Mistral's and Llama's markers always are special tokens, so a form without them is forced, which their readers accept.
+So do Gemma's and LFM2's readers, because no schema grammar exists for their formats.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from services.router.preprocess import grammar_schema
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
 
-KEY = re.compile(r'[^<>"\s]([^<>"\n]*[^<>"\s])?')  # of a parameter, where it is a tag's
+KEY = re.compile(r'[^<>"\s]([^<>"\n]*[^<>"\s])?')  # of a parameter that is a tag
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a call is written: the text before its arguments and after them."""
+    """The text before the arguments of a call and after them."""
 
     before: Callable[[str], str]  # of the name
     after: str
     separator: str = "\n"
     style: str = ""  # of the arguments, as xgrammar names it; empty: JSON
-    name: re.Pattern[str] | None = NAME  # None: any string, since it is written as one of JSON's
+    name: re.Pattern[str] | None = NAME  # None: any string, because it is written as a JSON string
 
 
 def _object(before: str, arguments: str, name_key: str = "name") -> Callable[[str], str]:
@@ -96,7 +96,7 @@ FORMATS = tuple(_FORMS)
 
 
 def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: str) -> common_pb2.Grammar:
-    """The calls that an answer may be. Raises InvalidRequest that names the tool and the place in its schema."""
+    """The grammar of the allowed answers. Raises InvalidRequest that names the tool and the place in its schema."""
     tool_name = choice.name if choice.HasField("name") else None
     chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if tool_name in (None, tool["function"]["name"])]
     if not chosen:
@@ -126,7 +126,7 @@ def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: str) -> 
 
 
 def written(name: str, arguments: str, format: str) -> str:
-    """One call with these arguments, JSON text, as it would be forced. For formats whose arguments are JSON."""
+    """One call with these arguments (JSON text), as the grammar forces it. For formats with JSON arguments."""
     return f"{_FORMS[format].before(name)}{arguments}{_FORMS[format].after}"
 
 

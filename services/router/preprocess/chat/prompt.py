@@ -28,7 +28,7 @@ class PromptTokens(NamedTuple):
 def prompt_tokens(
     message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts, *, fixed: bool = False
 ) -> PromptTokens:
-    """`fixed`: the router has replaced the prompt by its tokens, so a suffix is among them. Raises InvalidRequest."""
+    """`fixed`: the router has replaced the prompt by its tokens, which include a suffix. Raises InvalidRequest."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
@@ -137,8 +137,8 @@ def _functions(encoded: bytes, name: str) -> list[Any]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A call in the form that templates expect: its arguments as an object, where OpenAI's API has JSON text. Text that
-    is not an object's remains text: a model may have written anything, and its conversation goes on."""
+    """A call in the form that templates expect: its arguments as an object instead of OpenAI's JSON text. Text that is
+    not a JSON object remains text, because a model may write anything and the conversation must continue."""
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -151,7 +151,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(encoded: bytes, name: str, bound: str) -> Any:
-    """Raises InvalidRequest for what is too large, not JSON or not text."""
+    """Parses JSON. Raises InvalidRequest if it is too large, not JSON or not text."""
     json_limits.check(encoded, name=name)
     try:
         value = json.loads(encoded)

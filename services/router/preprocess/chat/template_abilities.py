@@ -1,8 +1,8 @@
-"""What a chat template does with messages that templates do not agree on, and messages changed accordingly.
+"""Tests how a chat template treats messages on which templates differ, and adapts messages to it.
 
 Templates drop a role that they do not know, concatenate a call's arguments as text or iterate them as an object, and
-refuse values of `reasoning_effort`. `find` renders examples when the checkpoint is loaded, and looks for their words in
-the result; `fit` then gives each conversation the form that this template shows in full.
+refuse values of `reasoning_effort`. `find` renders examples when the checkpoint is loaded, and searches their words in
+the result; `fit` then gives each conversation the form that this template shows completely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequest
 
 # Values of `reasoning_effort`, least first: OpenAI's, and `max` of DeepSeek.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-HARMONY_EFFORTS = ("low", "medium", "high")  # of gpt-oss, whose template writes any word
+HARMONY_EFFORTS = ("low", "medium", "high")  # of gpt-oss, whose template accepts any word
 # Names under which templates read a message's reasoning: Qwen, GLM, DeepSeek and most others; newer ones; gpt-oss.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
@@ -40,18 +40,18 @@ class Abilities:
     object_arguments: bool
     calls_without_content: bool  # calls are shown only if the message's content is none, not ""
     reasoning_beside_content: bool  # in a message with calls
-    efforts: tuple[str, ...]  # those that it takes; empty: it does not read reasoning_effort
-    call: str  # an answer with a call, as it writes it, and what follows; empty: it refuses calls
+    efforts: tuple[str, ...]  # the values that it accepts; empty: it does not read reasoning_effort
+    call: str  # a rendered answer with a call, and the text after it; empty: it refuses calls
     shows_calls: bool
 
 
 def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
-    # A template that is meant for tools may fail without any.
+    # A template for tools may fail without tools.
     tools = None if _rendered(template, [_USER], variables) is not None else [_TOOL]
 
     def shows(*messages: Message) -> bool:
         text = _rendered(template, messages, variables, tools)
-        return text is not None and _WORD in text and str(_OBJECT) not in text  # which is an object as Python writes it
+        return text is not None and _WORD in text and str(_OBJECT) not in text  # the object's Python repr
 
     def shows_calls(content: str | None) -> tuple[bool, bool]:
         return shows(*_with_call(_OBJECT, content)), shows(*_with_call(_WORD, content))
@@ -61,7 +61,7 @@ def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
     called = _OBJECT if as_object else _WORD
     reasoning = dict.fromkeys(REASONING_NAMES, "y")
     return Abilities(
-        # A template that only writes whatever role it gets shows a role that its model may never have seen.
+        # A template that writes any role shows roles that its model may not know.
         developer="developer" in template.source and shows({"role": "developer", "content": _WORD}, _USER),
         system=shows({"role": "system", "content": _WORD}, _USER),
         later_system=shows(_USER, {"role": "assistant", "content": "x"}, {"role": "system", "content": _WORD}, _USER),
@@ -127,8 +127,8 @@ def fit(messages: Messages, abilities: Abilities) -> list[Message]:
 
 
 def _as_system(messages: list[Message], abilities: Abilities) -> list[Message]:
-    """Messages of the developer as the system's. Those at the beginning become one message, and a later one joins it
-    where the template shows no later one: many templates drop or refuse a second one."""
+    """Turns developer messages into system messages. Those at the beginning become one message, and later ones join it
+    if the template does not show them: many templates drop or refuse a second one."""
     if not abilities.system:
         at = next(at for at, message in enumerate(messages) if message.get("role") == "developer")
         raise InvalidRequest(
@@ -182,7 +182,7 @@ def _fit_arguments(call: Message, abilities: Abilities) -> Message:
 def fit_variables(variables: Mapping[str, Any], template: CompiledTemplate, abilities: Abilities) -> dict[str, Any]:
     """With `reasoning_effort`, reasoning is on unless that is "none"; a client that sets `enable_thinking` (or
     `thinking`, as DeepSeek's and Granite's templates name it) decides itself. An effort that the template refuses
-    becomes the nearest one that it takes, of two the higher."""
+    becomes the nearest accepted one, the higher of two."""
     fitted = dict(variables)
     effort = fitted.get("reasoning_effort")
     if not isinstance(effort, str) or effort not in EFFORTS:
