@@ -47,8 +47,8 @@ class AdapterControl:
         return [one for model in models for one in _listed(model)]
 
     async def load(self, name: str, path: str, model_name: str = "") -> admin_pb2.ServedAdapter:
-        """Raises InvalidRequest for a name that is taken and for what the workers refuse, NotFound for a folder without
-        an adapter, PreconditionFailed where none may be loaded, Unavailable if a worker or the registry does not
+        """Raises InvalidRequest for a name that is taken or an adapter that the workers refuse, NotFound for a folder
+        without an adapter, PreconditionFailed without `adapter_root`, Unavailable if a worker or the registry does not
         answer. Then nothing has changed."""
         model = self._models.named(model_name)
         if not path or not is_utf8(path):
@@ -102,7 +102,7 @@ class AdapterControl:
         answers = await asyncio.gather(*(self._prepare(worker, name, path) for worker in workers))
         errors = [answer for answer in answers if isinstance(answer, TandemError)]
         if errors:
-            raise min(errors, key=lambda error: error.http >= 500)  # a refusal says more than a lost worker
+            raise min(errors, key=lambda error: error.http >= 500)  # a refusal is more informative than a lost worker
         found = {answer: worker.worker_id for answer, worker in zip(answers, workers, strict=True)}
         if len(found) > 1:
             raise InvalidRequest(
@@ -126,7 +126,7 @@ class AdapterControl:
 
 
 async def _seen_by_all(view: WorkerLiveness, version: int) -> None:
-    """Until every process that is ready has read this version of the list; at most SEEN_TIMEOUT_S."""
+    """Waits until every ready process has read this version of the list, at most SEEN_TIMEOUT_S."""
     behind: list[str] = []
     try:
         async with asyncio.timeout(SEEN_TIMEOUT_S):
@@ -156,7 +156,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _refusal(worker_id: str, error: TandemError) -> TandemError:
-    """For the operator, from the error of a worker."""
+    """The operator's error, from a worker's error."""
     message = f"{worker_id}: {error.message}; no worker has got the adapter"
     if isinstance(error, CheckpointRefused):
         return InvalidRequest(

@@ -52,13 +52,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return await self.pools()
 
     async def pools(self) -> admin_pb2.ListWorkersResponse:
-        """The pools as last seen. A registry that did not answer then is not asked again."""
+        """The pools as last seen, without another call of a registry that did not answer."""
         response = admin_pb2.ListWorkersResponse()
         routers: set[str] = set()
         for model in self._models:
             view = model.pools.view
             for record in view.workers.values():
-                if record.role == "router":  # it has a record for each model
+                if record.role == "router":  # a router has a record for each model
                     if record.incarnation in routers:
                         continue
                     routers.add(record.incarnation)
@@ -148,8 +148,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def scaling(self) -> admin_pb2.GetScalingResponse | None:
-        """The autoscalers' decisions; None where there is none, or none lately. A registry that did not answer is not
-        asked again."""
+        """The autoscalers' latest decisions; None if there are none. Does not call a registry that did not answer
+        before."""
         if not all(model.pools.view.registry_ok for model in self._models):
             return None
         try:
@@ -158,7 +158,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return None
 
     async def _wanted_sizes(self, model: Model) -> dict[str, int]:
-        """The registry's wanted sizes; the last known ones where it has lost them or does not answer."""
+        """The registry's wanted sizes; the last known ones if it has lost them or does not answer."""
         known = self._wanted.setdefault(model.key, {})
         try:
             known |= await model.pools.registry.wanted()
@@ -245,7 +245,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def _diagnose(self, model: Model, response: admin_pb2.DiagnoseResponse) -> None:
-        """Adds the pairs of one model's workers, and what an operator should look at."""
+        """Adds the pairs of one model's workers, and the findings for the operator."""
         view = model.pools.view
         await view.refresh()
         decodes, prefills = view.of_role("decode"), view.of_role("prefill")
@@ -260,7 +260,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         response.problems.extend(
             f"{worker.worker_id}: {worker.slow_products}" for worker in (*decodes, *prefills) if worker.slow_products
         )
-        for decode in decodes:  # one pair after another: probes that share a machine would measure each other
+        for decode in decodes:  # one pair after another, because concurrent probes on a machine slow each other down
             for prefill in prefills:
                 pair = await self._probe(decode, prefill)
                 response.pairs.append(pair)

@@ -10,7 +10,7 @@ EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms")  #
 
 
 class _Cors:
-    """Only for paths of the API. The dashboard stays outside: there a page could size the pools and drain workers."""
+    """Applies only to paths of the API, not to the dashboard, where a page could scale pools and drain workers."""
 
     def __init__(self, app: ASGIApp, origins: list[str]) -> None:
         self._app = app

@@ -40,7 +40,7 @@ TICK_S = 1.0  # from one snapshot to the next
 STREAM_LIFETIME_S = 600.0  # of a stream; the page opens the next one
 MAX_STREAMS = 16
 WINDOW_S = 60  # of rates and percentiles
-MAX_POINTS = 300  # requests that are drawn one by one
+MAX_POINTS = 300  # requests that are drawn as points
 MAX_RECEIPTS = 40  # receipts
 MAX_GRACE_S = 3600.0
 HEADER = "x-tandem-dashboard"
@@ -86,11 +86,11 @@ class Goal(NamedTuple):
 
 
 def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
-    """Of the answers that ended within the window before `now`, in unix seconds."""
+    """The data of the answers that ended within the window before `now`, in unix seconds."""
     window = min(float(WINDOW_S), max(1.0, now - receipts.since))
     recent = [*takewhile(lambda receipt: now - receipt.ended_at < window, reversed(receipts))]
     met = [goal.met(receipt) for receipt in recent]
-    seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the newest that is over
+    seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the latest complete second
     points: list[list[float | bool | None]] = []
     links: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"requests": 0, "bytes": 0, "seconds": 0.0})
     for receipt, good in zip(recent, met, strict=True):
@@ -125,7 +125,7 @@ def _tpot(receipt: generation_pb2.Receipt) -> float | None:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    """50th, 95th and 99th; nothing of nothing."""
+    """50th, 95th and 99th percentile; empty without values."""
     if not values:
         return {}
     cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
@@ -152,7 +152,7 @@ def _from_here(request: Request) -> bool:
 
 
 class RouterState(NamedTuple):
-    """What a router knows apart from its receipts."""
+    """A router's state apart from its receipts."""
 
     model: str
     router: str

@@ -1,6 +1,6 @@
 """The last hours of a cluster, for the dashboard: a point every SAMPLE_S seconds, of all routers together.
 
-    EndedRequests, load ─▶ sample ─▶ registry ─▶ the samples of all routers ─▶ what grew since the last ─▶ one point
+    EndedRequests, load ─▶ sample ─▶ registry ─▶ the samples of all routers ─▶ growth since the last ones ─▶ one point
                                      (RouterSamples)
 
 Samples are totals since a router's start, so a sample that is late or read twice is not counted twice. The points are
@@ -53,7 +53,7 @@ class History:
         self._read_at = monotonic()
         self.points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
         self.taken = 0  # points since the start
-        self.routers: dict[str, dict[str, float]] = {}  # what each router does, per second
+        self.routers: dict[str, dict[str, float]] = {}  # each router's activity per second
 
     async def follow(self) -> None:
         while True:
@@ -73,7 +73,7 @@ class History:
         self._read_at = now
 
     def since(self, taken: int) -> dict[str, Any]:
-        """The points after the first `taken`, and what they are."""
+        """The points after the first `taken`, and their field names."""
         new = min(self.taken - taken, len(self.points))
         points = list(self.points)[len(self.points) - new :]
         return {"every": SAMPLE_S, "columns": COLUMNS, "points": points}
@@ -106,7 +106,7 @@ class History:
             before = self._before.get(router)
             if before is not None and before["incarnation"] != sample["incarnation"]:
                 before = None
-            # What a router counted before its first sample here was at an unknown time.
+            # A router's counts before its first sample here have unknown times.
             grown = {name: (sample[name] - before[name]) / seconds if before else 0.0 for name in counted}
             self.routers[router] = {"running": sample["running"], "queued": sample["queued"], **grown}
             if before:
@@ -119,7 +119,7 @@ class History:
 
 
 def _readable(sample: Any) -> bool:
-    """Whether a sample is one: another version may have written it."""
+    """Whether a sample can be read: another version may have written it."""
     numbers = ("running", "queued", *OUTCOMES, "tokens")
     return (
         isinstance(sample, dict)
@@ -134,7 +134,7 @@ def _readable(sample: Any) -> bool:
 
 
 def _percentiles(counts: Sequence[int]) -> list[float | None]:
-    """50th and 95th, interpolated within a bucket; of what is above all edges, the last edge."""
+    """50th and 95th percentile, interpolated within a bucket; above all edges the last edge."""
     edges, total = (0.0, *TTFT_BUCKETS, TTFT_BUCKETS[-1]), sum(counts)
     if total <= 0:
         return [None, None]

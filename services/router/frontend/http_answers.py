@@ -27,8 +27,8 @@ log = structlog.get_logger(__name__)
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
 
 
-# Of silence in a stream, after which it says that it goes on: proxies, and clients such as Claude Code, take a longer
-# one for a lost connection.
+# Silence in a stream after which keep-alive bytes are sent: proxies, and clients such as Claude Code, treat a longer
+# silence as a lost connection.
 KEEP_ALIVE_S = 30.0
 
 
@@ -42,7 +42,7 @@ class AnswerEncoder(Protocol):
         """The error with the field names of the request."""
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
-        """What the event adds to a stream; b"" where it adds nothing yet."""
+        """The event's part of a stream; b"" if it adds nothing yet."""
 
     async def collect(self, events: Events) -> bytes:
         """The body of an answer without streaming."""
@@ -67,7 +67,7 @@ class Generating(Response, ABC):
         gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server's grace is over
+        except asyncio.CancelledError:  # the server's grace period is over
             await end(work)
             await self._fail(Unavailable("the router is stopping", reason="DRAINING", retry_after=1.0), send)
         finally:
@@ -100,8 +100,8 @@ class Collected(Generating):
 
 
 class Streaming(Generating):
-    """One write for each message of the decode worker, and `keep_alive` in between where that takes long. An error
-    before the first write has a status."""
+    """Writes once for each message of the decode worker, and `keep_alive` during long silences. An error before the
+    first write has a status."""
 
     def __init__(self, answer: AnswerEncoder, events: Events, request_id: str) -> None:
         super().__init__(answer, events, request_id)
@@ -143,7 +143,7 @@ class Streaming(Generating):
 
 
 def id_headers(request_id: str) -> dict[str, str]:
-    """As OpenAI's clients read it, and as Anthropic's do."""
+    """The request id in the headers that OpenAI's and Anthropic's clients read."""
     return {"x-request-id": request_id, "request-id": request_id}
 
 
@@ -165,7 +165,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def merged_events(sources: list[AsyncGenerator[generation_pb2.GenerateResponse, None]]) -> Events:
-    """The events of all, each with the number of its source, as they come."""
+    """The events of all sources as they arrive, each with the number of its source."""
     numbered = [_numbered(number, source) for number, source in enumerate(sources)]
     return numbered[0] if len(numbered) == 1 else merged(numbered)
 

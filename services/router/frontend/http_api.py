@@ -38,8 +38,8 @@ from tandem.telemetry.exposition import CONTENT_TYPE, Exposition
 
 log = structlog.get_logger(__name__)
 MAX_LOGGED_PATH = 100  # characters
-MAX_TOKENIZE_TOKENS = 2**17  # tokens to text or back, or the context if that is longer
-PUBLIC_PATHS = ("/health", "/version", *PAGES)  # probes have none, and the page asks its user for it
+MAX_TOKENIZE_TOKENS = 2**17  # tokens of one body, or the context if that is longer
+PUBLIC_PATHS = ("/health", "/version", *PAGES)  # probes have no key, and the page asks its user for one
 
 
 class Tokenize(BaseModel):
@@ -73,7 +73,7 @@ class Api:
         }
 
     def app(self, *more: Route, keys: ApiKeys | None) -> ASGIApp:
-        """These and `more`; with `keys`, for those who have one."""
+        """The app with these routes and `more`; with `keys`, a key is required."""
         app = Starlette(
             routes=[
                 *more,
@@ -102,7 +102,7 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._about(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        """One of them, by any of its names. Raises NotFound."""
+        """One model, by any of its names. Raises NotFound."""
         if not request.path_params["name"]:
             return await self.models(request)
         return JSONResponse(self._about(request.path_params["name"]))
@@ -150,7 +150,7 @@ class Api:
         return to_json({"prompt": model.tokenizer.decode(body.tokens)})
 
     def _parsed(self, kind: type[Sampled], raw: bytes, request_id: str | None) -> Prepared:
-        """Raises InvalidRequest, NotFound for a model that there is not."""
+        """Raises InvalidRequest, NotFound for an unknown model."""
         body = openai_protocol.parse(raw, kind, kind.most_numbers(self._models.context))
         model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
@@ -183,7 +183,7 @@ class KeyMiddleware:
 
 
 def _authorization(scope: Scope) -> bytes:
-    """The header that has the key: `authorization`, or made from `x-api-key`, which Anthropic's clients send. Raises
+    """The header with the key: `authorization`, or built from `x-api-key`, which Anthropic's clients send. Raises
     Unauthenticated for two different keys."""
     found = [value for name, value in scope["headers"] if name == b"authorization"]
     found += [b"Bearer " + value.strip() for name, value in scope["headers"] if name == b"x-api-key"]
@@ -198,14 +198,15 @@ def _authorization(scope: Scope) -> bytes:
 
 
 def _body(path: str, error: TandemError) -> bytes:
-    """In the shape that the clients of that path read."""
+    """The error's body in the format of that path's clients."""
     if path.startswith("/v1/messages"):
         return messages_errors.error_body(error)
     return openai_errors.error_body(error)
 
 
 def _log_refusal(path: str, error: TandemError) -> None:
-    """Of a request that reached no generation, which has a line of its own (execution/request_account.py)."""
+    """Logs a request that was refused before `generate`, which writes a separate line
+    (execution/request_account.py)."""
     log.info("http.refused", path=path[:MAX_LOGGED_PATH], status=error.http, reason=error.reason)
 
 
@@ -216,7 +217,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router of URLs, in the shape that every client reads."""
+    """404 and 405 for unknown URLs and methods, in a format for all clients."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     body = _body(path, NotFound(f"{request.method} {path:.100} is not served", field="url"))

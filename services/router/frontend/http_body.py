@@ -24,7 +24,7 @@ MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of all bodies of a tenant in progres
 # it; without this bound a client that posts bodies of 4 MiB took 45 %.
 BODY_BYTES_PER_S = 32 * 1024 * 1024
 PIECE_BYTES = 256 * 1024  # a body is kept in pieces of about this size until a thread joins them
-BURST_S = 0.03  # by which a tenant may be ahead of this rate: bodies below 1 MiB do not wait
+BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
 
 Result = TypeVar("Result")
 
@@ -71,8 +71,8 @@ class Bodies:
 
 
 class BoundedAnswer(Response):
-    """JSON that may have megabytes and costs its client a line to ask for. It counts as a body of the tenant until the
-    client has read it: otherwise a thousand connections that read nothing hold gigabytes. Raises Busy."""
+    """A JSON answer that may be megabytes, for a short request. It counts as a body of the tenant until the client has
+    read it; otherwise a thousand connections that read nothing would hold gigabytes. Raises Busy."""
 
     media_type = "application/json"
 
@@ -153,8 +153,8 @@ class BodyReader:
         return await self._received(request, tenant, self._most, more)
 
     async def _received(self, request: Request, tenant: str, most: int, more: Callable[[int], None]) -> list[bytearray]:
-        """The whole body, in pieces: to move 8 MiB into one place takes up to 20 ms. Raises TooLarge, before it is in
-        memory, if it has over `most` bytes. `more` counts the size of each part."""
+        """The whole body, in pieces, because joining 8 MiB takes up to 20 ms. Raises TooLarge, before the body is in
+        memory, for more than `most` bytes. `more` counts the size of each part."""
         too_large = TooLarge(f"the body has over {most} bytes", field="body", bound=f"at most {most} bytes")
         if int(request.headers.get("content-length", 0)) > most:
             raise too_large

@@ -1,4 +1,4 @@
-"""What every endpoint that generates has in common: it reads the body, generates, and answers in its own format."""
+"""The base of every generating endpoint: reads the body, generates, and answers in the endpoint's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.v1 import generation_pb2
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A parsed body: what to generate, with which model, and the encoder of the answer."""
+    """A parsed body: the requests, the model, and the encoder of the answer."""
 
     model: Model
     requests: list[generation_pb2.GenerateRequest]  # one for each prompt
@@ -26,7 +26,7 @@ class Prepared:
     default_max_tokens: int
 
     def __post_init__(self) -> None:
-        for message in self.requests:  # those that are stored as jobs, too
+        for message in self.requests:  # also requests that are stored as jobs
             message.model = self.model.key
 
 
@@ -42,8 +42,8 @@ class GeneratingEndpoint:
         return self.respond(request, await self._bodies.read(request, parse, request.headers.get("x-request-id")))
 
     def respond(self, request: Request, prepared: Prepared) -> Response:
-        """Generates what was prepared for this request. Raises TooLarge for prompts with more answers than the tenant
-        may ever have in progress: each is admitted by itself, and the last would be refused as one to try again."""
+        """Generates the prepared requests. Raises TooLarge for more answers than the tenant may ever have in progress;
+        otherwise the last ones would be refused as retryable, because each request is admitted separately."""
         if len(prepared.requests) > 1:
             self._bodies.check_together(request, sum(message.sampling.n or 1 for message in prepared.requests))
         key, headers = request.headers.get("authorization"), request.headers.items

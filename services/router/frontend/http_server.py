@@ -6,9 +6,8 @@
     sends a body that is discarded               DISCARD_TIMEOUT_S
     does not accept what is written to it        WRITE_TIMEOUT_S
 
-The endpoint bounds the time for a body that is read (http_body.py) and for an answer. Beyond a number of connections a
-new one replaces one that waits for a head: the one that has waited longest among those that never had a request, or
-else among all.
+The endpoint bounds the time for reading a body (http_body.py) and for an answer. At the limit of connections a new one
+replaces one that waits for a head: the longest waiting one that never had a request, or else the longest waiting one.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DISCARD_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096
 BACKLOG = 128  # connections that are accepted in one iteration of the event loop
-MIN_GRACE_S = 0.5  # what an idle server takes to stop
+MIN_GRACE_S = 0.5  # the time that an idle server takes to stop
 CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -197,7 +196,7 @@ class _Protocol(HttpToolsProtocol):
             self.hang_up()
 
     def on_chunk_complete(self) -> None:
-        """httptools calls it if there is one."""
+        """An optional callback of httptools."""
         size, self._chunk_bytes = self._chunk_bytes, 0
         if size >= MIN_CHUNK_BYTES:
             self._head_bytes -= len(f"{size:x}\r\n\r\n")
@@ -293,7 +292,7 @@ class Server:
         log.info("http.ready", address=self.address)
 
     async def _serve(self, listening: socket.socket) -> None:
-        # Loads what answers of several pieces need: at the first of them it held the event loop for 20 ms.
+        # Loads the code for answers of several pieces, which blocked the event loop for 20 ms at the first such answer.
         await anyio.lowlevel.checkpoint()
         await self._server.serve([listening])
         if not self._server.should_exit:

@@ -49,7 +49,7 @@ MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
 MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
 LEASE_S = 6.0
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # between two attempts of a job
-MAX_HOMELESS_S = 600.0  # after which a job fails if no worker gives the tokens of those that it began with
+MAX_HOMELESS_S = 600.0  # after which a job fails if no worker computes the same tokens as those that it began with
 TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # a later attempt may succeed
 
 
@@ -62,7 +62,7 @@ class _Running:
     delay_s: float = MIN_RETRY_S
     charged: bool = False  # whether its prompt was charged to its tenant
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
-    homeless_since: float | None = None  # since when no worker gives its tokens
+    homeless_since: float | None = None  # since when no worker computes its tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -70,7 +70,7 @@ class _Running:
 
     @property
     def tokens(self) -> int:
-        """The maximum that it generates."""
+        """The maximum number of tokens that it generates."""
         return int(self.kept.request.sampling.max_tokens) * choices(self.kept.request)
 
 
@@ -81,7 +81,7 @@ class JobRunner:
         self._journal = journal
         self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, its task
         self._ending: set[str] = set()  # ids of jobs that are being stopped here
-        # By model, so that jobs that wait for the workers of one do not occupy those of another.
+        # By model, so that jobs that wait for one model's workers do not occupy the slots of another model.
         self._slots: dict[str, TenantSlots] = defaultdict(lambda: TenantSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT))
         self._keeping: asyncio.Task[None] | None = None
 
@@ -96,7 +96,7 @@ class JobRunner:
         try:
             await self._journal.release(leases)
         except Unavailable as error:
-            log.warning("jobs.not_released", jobs=len(leases), error=error.message)  # their leases end by themselves
+            log.warning("jobs.not_released", jobs=len(leases), error=error.message)  # their leases expire
 
     async def _keep(self) -> None:
         """Renews its leases, and claims jobs whose lease has expired."""
@@ -112,8 +112,8 @@ class JobRunner:
             await asyncio.sleep(LEASE_S / 3)
 
     def _takes_more(self) -> bool:
-        """Whether to claim more jobs; also during a backlog of one tenant or of one model, which cannot occupy the
-        slots of others."""
+        """Whether to claim more jobs, even during a backlog of one tenant or model, which cannot occupy the slots of
+        others."""
         if len(self._running) < MAX_RUNNING:
             return True
         full = all(self._slots[model.key].free == 0 for model in self._models)
@@ -125,7 +125,7 @@ class JobRunner:
         for (job_id, generation), kept in zip(owned, await self._journal.renew(owned), strict=True):
             if kept is not Kept.KEPT and job_id not in self._ending:
                 self._ending.add(job_id)
-                # In another task: this one must go on renewing leases.
+                # In another task, because this one must continue to renew leases.
                 once(self._end_here(job_id, generation, running[job_id][1], kept), name=f"end of job {job_id}")
 
     async def _end_here(self, job_id: str, generation: int, task: asyncio.Task[None], why: Kept) -> None:
@@ -239,7 +239,7 @@ class JobRunner:
         return outcome is Kept.KEPT
 
     def _check_workers(self, job: _Running, served: ServedModel, stored: ResumeState) -> None:
-        """Raises Unavailable while no decode worker would give its other tokens (an upgrade, perhaps one that is
+        """Raises Unavailable while no decode worker computes the same remaining tokens (during an upgrade, which may be
         reverted), and PreconditionFailed after some time."""
         workers = served.decode_workers()
         if not workers:
@@ -255,8 +255,8 @@ class JobRunner:
 
 
 def goes_on(stored: ResumeState, layout_hash: str, workers: Sequence[WorkerRecord]) -> bool:
-    """Whether each completion that has tokens and has not ended has a decode worker that gives its remaining ones.
-    Tokens of an older version do not say what computed them: then all workers must have the job's layout."""
+    """Whether each open completion with tokens has a decode worker that computes the same remaining ones. Tokens of an
+    older version do not record what computed them; then all workers must have the job's layout."""
     begun = stored.deltas.keys() - stored.ended
     if begun - stored.computes_with.keys():
         return all(worker.layout_hash == layout_hash for worker in workers)

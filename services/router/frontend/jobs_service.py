@@ -42,7 +42,7 @@ MAX_WATCHERS = 1024  # of one tenant, at one router
 # To the watchers of one tenant together, at one router. A message costs the event loop some 0.1 ms, so they take 5 % of
 # it. Tokens that arrive while a watcher waits are merged into its next message.
 WATCH_MESSAGES_PER_S = 500.0
-WATCH_BURST_S = 0.1  # how far they may be ahead of this rate
+WATCH_BURST_S = 0.1  # that they may be ahead of this rate
 IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
 STATES = {
@@ -106,7 +106,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                 async for entries in pages:
                     ended = next((entry.ended for entry in entries if entry.ended is not None), None)
                     events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
-                    # A watcher that reconnects has more tokens of one completion than of another. Where from_token is
+                    # A reconnecting watcher may have more tokens of one completion than of another. If from_token is
                     # the position of the shortest one, no message may mix tokens that it has with tokens that it lacks.
                     take = next_merged if first.started.choices == 1 or history <= 0 else deque.popleft
                     history -= sum(len(event.delta.token_ids) for event in events)
@@ -209,7 +209,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         return Asked(_scoped(key, request.request_id), kept.SerializeToString(), digest)
 
     def _model_name(self, model: str) -> str:
-        """As in the answer. The cluster may have been restarted without the job's model."""
+        """The model's name in the answer. The cluster may have been restarted without the job's model."""
         try:
             return self._models.named(model).names[0]
         except (InvalidRequest, NotFound):

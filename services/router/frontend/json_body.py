@@ -16,7 +16,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
-    """Parses the body, a JSON object. Raises InvalidRequest, whose message contains none of the body's content."""
+    """Parses the body, a JSON object. Raises InvalidRequest; the message contains none of the body's content."""
     json_limits.check(body, most_numbers)
     try:
         value = json.loads(
@@ -54,12 +54,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    """A Python function instead of int: between two calls of it, json.loads lets other threads run."""
+    """A Python function instead of int, because json.loads lets other threads run between two calls."""
     return int(digits)
 
 
 def _float(digits: str) -> float:
-    """Refuses what would be infinite: a response, which repeats its request, could not show it in JSON."""
+    """Refuses infinite values, because a response repeats its request and JSON has no infinity."""
     value = float(digits)
     if isinf(value):
         raise wrong("body", "a number that is too large", "of numbers that a double holds")

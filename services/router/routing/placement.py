@@ -125,6 +125,6 @@ class RoutingConfig:
 
     local: Local = "measured"  # whether decode workers compute prompts that prefill workers could compute
     decode_slowdown_limit: float = 2.0  # how many times as long as a step of one stream a step with prompts may take
-    mixed_step_floor_s: float = 0.0  # seconds that such a step may take even if the limit is less; 0: none
+    mixed_step_floor_s: float = 0.0  # seconds that it may take even if the limit is less; 0: none
     ttft: float | None = None  # seconds after which a first token is of no use; None: no objective
     tpot: float | None = None  # seconds that a step of streams may take; None: no objective

@@ -3,7 +3,8 @@
     message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
 
 Each run of parts of one kind is a block: reasoning a thinking block, text a text block, each call a tool_use block. A
-message without streaming is made of the same events. The events: https://platform.claude.com/docs/en/build-with-claude/streaming.
+message without streaming is built from the same events. The events:
+https://platform.claude.com/docs/en/build-with-claude/streaming.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from services.router.frontend.openai.openai_errors import error_headers
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
-INVALID_JSON = "INVALID_JSON"  # the key under which Anthropic's documentation puts arguments that are no JSON object
+INVALID_JSON = "INVALID_JSON"  # Anthropic's documented key for arguments that are not a JSON object
 
 Event = dict[str, Any]
 
 
 class Blocks:
-    """The content blocks of one answer, as events. A block of nothing but space, such as between two calls, is left
-    out, unless the answer has no other."""
+    """The content blocks of one answer, as events. A block of only white space, such as between two calls, is omitted
+    unless it is the only block."""
 
     def __init__(self) -> None:
         self.calls = 0  # begun so far
         self._index = -1  # of the last block
         self._kind = ""  # of the open block; empty: none is open
-        self._held = ""  # space that may begin a block
+        self._held = ""  # white space that may begin a block
         self._held_kind = ""
         self._thought = hashlib.blake2b(person=b"tandem.thinking")
 
@@ -86,7 +87,7 @@ class Blocks:
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _end(self) -> Iterator[Event]:
-        if self._kind == "thinking":  # clients drop thinking that is not signed; here nobody reads the signature
+        if self._kind == "thinking":  # clients drop unsigned thinking; this server ignores the signature
             signature = base64.b64encode(self._thought.digest()).decode()
             yield self._delta({"type": "signature_delta", "signature": signature})
         if self._kind:
@@ -103,8 +104,7 @@ class MessagesAnswer:
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, request_id: str, model: str, max_tokens: int) -> None:
-        """`max_tokens`: what the body says. With 0 the prompt is computed and cached, and the one token that is
-        generated is not shown."""
+        """`max_tokens`: the body's. With 0 the prompt is computed and cached, and the generated token is not shown."""
         self._request_id = request_id
         self._max_tokens = max_tokens
         self._blocks = Blocks()
@@ -121,7 +121,7 @@ class MessagesAnswer:
         self._started = False
 
     def named(self, error: TandemError) -> TandemError:
-        """The error as it is: messages_errors.py gives its message the names of the body's fields."""
+        """The error unchanged: messages_errors.py puts the body's field names into its message."""
         return error
 
     def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
@@ -194,7 +194,7 @@ class MessagesAnswer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, cached: int = 0) -> dict[str, Any]:
-        """Of the prompt, input_tokens is the part that was not cached."""
+        """The usage; input_tokens is the uncached part of the prompt."""
         return {
             "input_tokens": self._prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -204,8 +204,8 @@ class MessagesAnswer:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """A call's arguments. Of unfinished ones the values that are complete, as the SDK reads them in streams; text that
-    is no JSON object is kept under INVALID_JSON."""
+    """A call's arguments. Truncated ones keep their complete values, as in the SDK's streams; text that is not a JSON
+    object is put under INVALID_JSON."""
     try:
         value = from_json(text, allow_inf_nan=False, allow_partial=True)
         json.dumps(value, allow_nan=False)  # a number beyond a double has become an infinity, which JSON has not

@@ -64,7 +64,7 @@ class MessagesApi:
         return Response(body, headers=id_headers(request_id), media_type="application/json")
 
     def _prepared(self, request_id: str, raw: bytes, _: str | None) -> Prepared:
-        """Raises InvalidRequest, NotFound for a model that there is not."""
+        """Raises InvalidRequest, NotFound for an unknown model."""
         body = messages_body.parse(raw, messages_body.Messages)
         model, name, adapter = self._models.resolve(body.model)
         message = body.request(request_id, model.defaults, adapter)

@@ -1,6 +1,6 @@
 """Translates bodies of Anthropic's Messages API to GenerateRequests.
 
-The API: https://platform.claude.com/docs/en/api/messages. Fields that change nothing here (cache_control, metadata,
+The API: https://platform.claude.com/docs/en/api/messages. Fields without effect here (cache_control, metadata,
 service_tier, context_management, budget_tokens, the headers anthropic-version and anthropic-beta, ...) are ignored.
 """
 
@@ -25,8 +25,8 @@ from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 MAX_ITEMS = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, "stop_sequences": MAX_STOPS}
 # Fields that are not supported and would change the answer, with the values that have no effect.
 NOT_SERVED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "thread": ()}
-THINKING = ("enable_thinking", "thinking")  # the variables by which chat templates turn reasoning on and off
-HIGH_EFFORTS = ("xhigh", "max")  # beyond what templates know: "high"
+THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on and off
+HIGH_EFFORTS = ("xhigh", "max")  # unknown to templates: "high"
 
 
 class Message(BaseModel):
@@ -70,7 +70,7 @@ class OutputConfig(BaseModel):
 
 
 class Prompt(BaseModel):
-    """POST /v1/messages/count_tokens, and what POST /v1/messages has in common with it. null means absent."""
+    """POST /v1/messages/count_tokens, and the base of POST /v1/messages. null means absent."""
 
     model_config = ConfigDict(strict=True)
 
@@ -104,7 +104,8 @@ class Prompt(BaseModel):
         return chat
 
     def _tools(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form. A deferred one is there once a tool_reference names it, as in Anthropic's API."""
+        """The tools in OpenAI's form. A deferred tool is included once a tool_reference names it, as in Anthropic's
+        API."""
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
         tools = [(tool, _function(tool, index)) for index, tool in enumerate(self.tools or ())]
@@ -141,7 +142,7 @@ class Messages(Prompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
-    output_format: OutputFormat | None = None  # where output_config.format was at first
+    output_format: OutputFormat | None = None  # the former place of output_config.format
     # Tandem's own, as in /v1/chat/completions
     seed: Seed | None = None
     cache_salt: str | None = None
@@ -149,8 +150,8 @@ class Messages(Prompt):
     ttft_slo_seconds: float | None = None
 
     def request(self, request_id: str, defaults: Defaults, adapter: str = "") -> generation_pb2.GenerateRequest:
-        """Its max_tokens is absent: an answer that reaches the end of the context before it has max_tokens is no error
-        in Anthropic's API. Raises InvalidRequest."""
+        """Without max_tokens, because in Anthropic's API an answer that reaches the end of the context before
+        max_tokens is not an error. Raises InvalidRequest."""
         try:
             return generation_pb2.GenerateRequest(
                 request_id=request_id,
@@ -194,7 +195,8 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def _function(tool: Tool, index: int) -> dict[str, Any]:
-    """Raises InvalidRequest for a tool of Anthropic's: their servers run it, or only their models know its schema."""
+    """Raises InvalidRequest for Anthropic's own tools, which their servers run, or whose schemas only their models
+    know."""
     where = f"tools.{index}"
     if tool.type not in (None, "custom"):
         raise InvalidRequest(

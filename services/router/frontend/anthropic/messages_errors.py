@@ -55,8 +55,8 @@ def _type(error: TandemError) -> str:
 
 
 def _message(error: TandemError) -> str:
-    """The body's names for fields. On the words of the first case Claude Code compacts its conversation; it reads both
-    numbers."""
+    """The message with the body's field names. Claude Code compacts its conversation on the words of the first case,
+    and reads both numbers."""
     if error.reason == CONTEXT_LENGTH_EXCEEDED and (found := CONTEXT.search(error.message)):
         context, prompt = map(int, found.groups())
         return f"prompt is too long: {prompt} tokens > {context - 1} maximum"

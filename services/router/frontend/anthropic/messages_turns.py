@@ -7,8 +7,8 @@
     a system message after the first turn                  in the user's turn, within <system-reminder> tags
 
 Adjacent messages of one side are one turn, as in Anthropic's API and as strict templates require. A later system
-message stays at its place: most templates refuse or drop one there, and moved to the front it would change the
-beginning of the prompt, of which no KV could be reused. Claude Code marks such text of its own with these tags.
+message stays in its place as text: most templates refuse or drop it there, and at the front it would change the
+beginning of the prompt, so that no KV could be reused. Claude Code marks such text with the same tags.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Turns:
 
 
 class _Assistant:
-    """An assistant's turn. Its pieces are joined as they are, so that the template renders the tokens that the model
-    generated, whose KV may be cached."""
+    """An assistant's turn. Its pieces are joined unchanged, so that the template renders the generated tokens, whose KV
+    may be cached."""
 
     def __init__(self) -> None:
         self.content, self.reasoning = list[str](), list[str]()
@@ -130,7 +130,7 @@ class _Assistant:
 
 
 def referenced_tools(messages: list[Any]) -> set[str]:
-    """The names in all tool_reference blocks, by which a client's own tool search makes deferred tools known."""
+    """The names in all tool_reference blocks, with which a client's tool search announces deferred tools."""
     names = set()
     for message in messages:
         for block in message.content if isinstance(message.content, list) else ():
@@ -149,8 +149,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _result_texts(content: Any, where: str) -> list[str]:
-    """A tool's answer. The model is told of a block that is no text: the client cannot take it back, and would be
-    refused for the rest of its conversation."""
+    """The texts of a tool's answer. A block that is not text is replaced by a sentence to the model, because the client
+    cannot remove it, and refusal would end its conversation."""
     texts = []
     for block, place in _blocks([] if content is None else content, where):
         match block.get("type"):
@@ -177,7 +177,7 @@ def _without_billing(text: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
-    """Each block with its place. A string is one block of text."""
+    """Each block with its position. A string is one block of text."""
     if isinstance(content, str):
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):

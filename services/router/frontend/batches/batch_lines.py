@@ -18,7 +18,7 @@ from services.router.preprocess.json_limits import wrong
 from tandem.errors import InvalidRequest
 
 MAX_LINES = 10_000  # of one batch
-MAX_ERRORS = 100  # of one input that are told
+MAX_ERRORS = 100  # reported for one input
 MAX_CUSTOM_ID = 512  # characters
 MAX_VALUES = 2**20  # in one line; the endpoint's own bound applies to the body
 _NEWLINE = re.compile(rb"\r?\n")
@@ -26,8 +26,8 @@ _NEWLINE = re.compile(rb"\r?\n")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`number` counts from 0, without empty lines; `raw` is the whole line; `model` is the name in its body, empty for
-    none."""
+    """`number` counts from 0, without empty lines; `raw` is the whole line; `model` is the name in its body, or
+    empty."""
 
     number: int
     custom_id: str
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The lines of an input, or what is wrong with it."""
+    """The lines of an input, or its errors."""
 
     lines: list[Line]
     errors: list[dict[str, Any]]
@@ -89,7 +89,7 @@ def _split(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _problem(fields: dict[str, Any], endpoint: str, known: set[str], place: int) -> dict[str, Any] | None:
-    """What is wrong with a line as a line; its body is checked when it is run."""
+    """The error of a line itself; its body is checked when it runs."""
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID or not _is_unicode(custom_id):
         bound = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters."
@@ -117,7 +117,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def answered(batch_id: str, line: Line, request_id: str, status: int, body: bytes) -> bytes:
-    """What the endpoint answered: the body of an answer or of an error, as JSON."""
+    """The endpoint's answer: the body of an answer or of an error, as JSON."""
     about = encode({"status_code": status, "request_id": request_id})
     return b'%s,"response":%s,"body":%s},"error":null}\n' % (_head(batch_id, line), about[:-1].encode(), body)
 

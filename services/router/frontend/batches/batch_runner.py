@@ -33,7 +33,7 @@ MAX_RUNNING = 16  # batches that one router runs, each with its input in memory
 TURN_S = 300.0  # for which a batch keeps its place while others wait; its input is read again after that
 LINES_PER_SLICE = 512  # whose models are looked up before the event loop serves streams again
 WINDOW = 8  # lines of one batch in progress, to one model
-SATURATED_CHECK_S = 0.25  # between two looks whether requests still wait
+SATURATED_CHECK_S = 0.25  # between two checks whether requests still wait
 RESULTS_PER_SCRIPT = 64
 WHY_NOT_RUN = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was completed."),
@@ -79,7 +79,7 @@ class BatchRunner:
         self._keeping = forever(self._keep, name="batches")
 
     def look(self) -> None:
-        """Looks at once for a batch to claim, and for one that was cancelled."""
+        """Checks at once for batches to claim, and for cancelled ones."""
         self._changed.set()
 
     async def leave(self) -> None:
@@ -90,9 +90,7 @@ class BatchRunner:
         try:
             await self._store.release([one.record for one in owned])
         except Unavailable as error:
-            log.warning(
-                "batches.not_released", batches=len(owned), error=error.message
-            )  # their leases end by themselves
+            log.warning("batches.not_released", batches=len(owned), error=error.message)  # their leases expire
 
     async def _keep(self) -> None:
         """Renews its leases, and claims batches without an owner."""
@@ -168,7 +166,7 @@ class BatchRunner:
         await self._end(record, status)
 
     async def _run_lines(self, one: _Running, lines: Sequence[Line]) -> BatchStatus:
-        """Runs the lines that have no result. Returns the status that the batch is to have."""
+        """Runs the lines without a result. Returns the batch's next status."""
         answered = await self._store.answered(one.record)
         left = await self._by_model([line for line in lines if line.number not in answered])
         if one.cancelled:
@@ -187,19 +185,19 @@ class BatchRunner:
         return BatchStatus.COMPLETED
 
     async def _by_model(self, lines: Sequence[Line]) -> dict[str, list[Line]]:
-        """By the key of the model, so that lines that wait for the workers of one do not delay those of another."""
+        """The lines by the key of their model, so that lines to one model do not delay lines to another."""
         keys: dict[str, str] = {}
         found: defaultdict[str, list[Line]] = defaultdict(list)
         for at, line in enumerate(lines):
             if at % LINES_PER_SLICE == LINES_PER_SLICE - 1:
-                await asyncio.sleep(0)  # each may name another model
+                await asyncio.sleep(0)  # each line may name another model
             if line.model not in keys:
                 keys[line.model] = self._models.key_of(line.model)
             found[keys[line.model]].append(line)
         return found
 
     async def _run_some(self, record: BatchRecord, left: Iterator[Line], model: str, *, yields: bool) -> None:
-        """Runs one line after another. `yields`: begins none while requests to this model wait for room."""
+        """Runs one line after another. `yields`: begins no line while requests to this model wait for room."""
         while True:
             if yields and self._models.waiting(model):
                 await asyncio.sleep(SATURATED_CHECK_S)
@@ -213,7 +211,7 @@ class BatchRunner:
             await self._lines.forget(record, line)
 
     async def _give_up(self, record: BatchRecord, lines: Sequence[Line], status: BatchStatus) -> None:
-        """Each line without a result gets one that says why it was not run."""
+        """Gives each line without a result one with the reason why it was not run."""
         answered = await self._store.answered(record)
         left = [line for line in lines if line.number not in answered]
         await self._lines.cancel(record, _begun(left))
@@ -241,8 +239,8 @@ def _read(pieces: list[bytes], endpoint: str) -> batch_lines.Input:
 
 
 def _begun(left: Sequence[Line]) -> list[Line]:
-    """Those of the lines without a result that may have been begun: lines of one model begin in their order. By the
-    name, which unlike the key of the model is the same at every router and at any time."""
+    """The lines without a result that may have begun: lines of one model begin in order. Groups them by the model's
+    name, which, unlike its key, is the same at every router and time."""
     counts: Counter[str] = Counter()
     begun = list[Line]()
     for line in left:

@@ -1,4 +1,4 @@
-"""Runs one line of a batch as jobs, and writes the result that the HTTP endpoint would have answered.
+"""Runs one line of a batch as jobs, and writes the answer that the HTTP endpoint would have sent.
 
     line ─▶ the endpoint's own parser ─▶ one job for each prompt ─▶ their stored events ─▶ the endpoint's own encoder
 
@@ -87,12 +87,12 @@ class LineRunner:
                 return self._result(record, line, name, error.http, openai_errors.error_body(error), usage)
 
     async def cancel(self, record: BatchRecord, lines: Sequence[Line]) -> None:
-        """Cancels the jobs of these lines, as far as there are any."""
+        """Cancels the jobs of these lines, if there are any."""
         for line in lines:
             await _of_each_job(record, line, self._cancelled)
 
     async def forget(self, record: BatchRecord, line: Line) -> None:
-        """Removes the jobs of a line whose result is stored: thousands of them would take room in the registry."""
+        """Removes the jobs of a line whose result is stored, to free the registry's memory."""
         await _of_each_job(record, line, self._journal.forget)
 
     async def _cancelled(self, job_id: str) -> bool:
@@ -121,7 +121,7 @@ class LineRunner:
         try:
             await self._jobs.submit(prepared.requests, key, default_max_tokens=prepared.default_max_tokens)
         except PreconditionFailed as error:
-            if error.reason != "JOB_DIFFERS":  # of an earlier attempt, with other defaults of sampling: it counts
+            if error.reason != "JOB_DIFFERS":  # the job of an earlier attempt, with other sampling defaults, counts
                 raise
 
     async def _events(
@@ -165,7 +165,7 @@ class LineRunner:
 
 
 async def _of_each_job(record: BatchRecord, line: Line, act: Callable[[str], Awaitable[bool]]) -> None:
-    """Of one prompt or of several. `act` returns whether there is a job of that id."""
+    """Calls `act` for each job of the line's prompts. `act` returns whether there is a job with that id."""
     job_id = f"{record.tenant}/{_name(record, line)}"
     prompt = 0
     if not await act(job_id):

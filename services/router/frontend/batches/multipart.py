@@ -15,7 +15,7 @@ MAX_FRAMING_BYTES = 64 * 1024  # of a form beside the file in it
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data\s*;(.*)$", re.IGNORECASE | re.MULTILINE)
 _ENCODING = re.compile(rb"^content-transfer-encoding:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
-# Without what stands before it: to look for spaces there took, of 8 KiB of them, the square of their number.
+# Without leading white space, because matching it took quadratic time for 8 KiB of spaces.
 _PARAMETER = re.compile(rb'(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 
 

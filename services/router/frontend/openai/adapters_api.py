@@ -1,4 +1,4 @@
-"""The endpoints of vLLM's that change the adapters of a running cluster.
+"""vLLM's endpoints that change the adapters of a running cluster.
 
 POST  /v1/load_lora_adapter    {"lora_name", "lora_path"}
 POST  /v1/unload_lora_adapter  {"lora_name"}
@@ -31,7 +31,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 class LoadAdapter(BaseModel):
     lora_name: Text
     lora_path: Text
-    model: Text | None = None  # Tandem's own: for which of several models
+    model: Text | None = None  # Tandem's extension: one of several models
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
@@ -80,7 +80,7 @@ class AdaptersApi:
 
 
 def _named(error: TandemError) -> TandemError:
-    """With the body's names of the fields."""
+    """The error with the body's field names."""
     field = BODY_FIELDS.get(error.field or "", error.field)
     return type(error)(
         error.message, reason=error.reason, field=field, bound=error.bound, retry_after=error.retry_after

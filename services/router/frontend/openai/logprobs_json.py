@@ -13,7 +13,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2
 
 MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
-TOKENS_PER_SLICE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
+TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the event loop runs again
 
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
 

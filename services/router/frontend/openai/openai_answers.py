@@ -192,7 +192,7 @@ class Answer(ABC):
             piece.logprobs += scored_tokens(delta.token_ids, delta.logprobs)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
-        """What stands before the first token."""
+        """Adds the content before the first token."""
         if delta.HasField("prompt_logprobs"):
             first, *rest = delta.prompt_logprobs.token_ids
             piece.prompt_logprobs = [(first, None, {}), *scored_tokens(rest, delta.prompt_logprobs.logprobs)]
@@ -227,7 +227,7 @@ class Answer(ABC):
         return extras
 
     def _of_prompt(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any] | None:
-        """In vLLM's format, except that the rank of a token that is not among the likeliest is unknown."""
+        """In vLLM's format, except that the rank is unknown for a token that is not among the likeliest."""
         if chosen is None:
             return None
         ranks = {token_id: rank for rank, token_id in enumerate(top, 1)}
@@ -329,8 +329,8 @@ class ChatAnswer(Answer):
         return {"index": piece.choice.index, "message": {"role": "assistant", **fields}, **self._rest(piece)}
 
     def _fields(self, piece: Piece) -> dict[str, Any]:
-        """The content, and where there are any the reasoning and the calls: of each call that the piece begins its id
-        and name, and what came of the arguments."""
+        """The content, and if present the reasoning and the calls: id and name of each call that the piece begins, and
+        its pieces of arguments."""
         reasoned, calls, arguments = list[str](), list[dict[str, Any]](), list[list[str]]()
         for part in piece.parts:
             match part:
@@ -355,7 +355,7 @@ class ChatAnswer(Answer):
         if content.isspace() and self._body.forced() is not None:
             content = ""  # space between calls
         fields: dict[str, Any] = {"content": content}
-        if reasoning:  # the names of DeepSeek's API, and of vLLM and OpenRouter
+        if reasoning:  # field names of DeepSeek's API, and of vLLM and OpenRouter
             fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return fields | ({"tool_calls": calls} if calls else {})
 
@@ -380,7 +380,7 @@ def answer(
 
 
 def _remove_completion(event: generation_pb2.GenerateResponse) -> None:
-    """Leaves what belongs to the prompt."""
+    """Keeps only the prompt's part."""
     if event.HasField("delta"):
         del event.delta.token_ids[:]
         event.delta.text = ""

@@ -31,7 +31,7 @@ def error_fields(error: TandemError) -> dict[str, Any]:
 
 
 def error_event(error: TandemError) -> bytes:
-    """For a stream that has begun. No [DONE] follows: the answer is incomplete."""
+    """The last event of a stream. No [DONE] follows, because the answer is incomplete."""
     return to_sse(_error(error))
 
 

@@ -191,7 +191,7 @@ class Chat(Sampled):
         return [{"chat": chat}]
 
     def template_variables(self) -> dict[str, Any]:
-        """As vLLM passes them on: where `chat_template_kwargs` has the same name, it prevails."""
+        """The template's variables as in vLLM; `chat_template_kwargs` takes precedence."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             if self.reasoning_effort not in EFFORTS:
@@ -223,7 +223,7 @@ class Chat(Sampled):
         return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
 
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model may call. Raises InvalidRequest if tool_choice allows one that there is not."""
+        """The tools that the model may call. Raises InvalidRequest if tool_choice allows an unknown one."""
         tools = (self.tools or []) if self.tool_choice != "none" else []
         match self.tool_choice:
             case {"type": "allowed_tools", "allowed_tools": {"tools": list(allowed)}}:
@@ -291,7 +291,7 @@ def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
 
 
 def _content(content: Any, where: str) -> bytes:
-    """A message's text: a string, or parts of type text, or of what an assistant refused."""
+    """A message's text: a string, or parts of type text or refusal."""
     if content is None or isinstance(content, str):
         return to_bytes(content or "")
     bound = "a string, or a list of parts of type text"
@@ -318,7 +318,7 @@ def _function_name(tool: object) -> str | None:
 
 
 def _clean(text: str, where: str) -> str:
-    """For fields that are strings in the proto. Raises InvalidRequest for lone surrogates."""
+    """The text for a string field of the proto. Raises InvalidRequest for lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -35,7 +35,7 @@ class StreamOptions(BaseModel):
 
 
 class Structured(BaseModel):
-    """`structured_outputs`, as vLLM has it: one of these. Nothing else that it may hold is ignored."""
+    """vLLM's `structured_outputs`: one of these. Other fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 else:
     KINDS = {FieldDescriptor.TYPE_DOUBLE: float, FieldDescriptor.TYPE_INT64: Int64}
     FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-    shared = [name for name in NUMBERS if name != "logprobs"]  # which means something else at each endpoint
+    shared = [name for name in NUMBERS if name != "logprobs"]  # whose meaning differs between endpoints
     Numbers = create_model("Numbers", **{name: (KINDS[FIELDS[name].type] | None, None) for name in shared})
 
 
 class Sampled(Numbers, ABC):
-    """What both kinds of body have. null means absent, everywhere."""
+    """The fields of both kinds of body. null means absent."""
 
     model_config = ConfigDict(strict=True)
 

@@ -3,8 +3,8 @@
     created, in_progress ─▶ each item: output_item.added, content_part.added, deltas, done, content_part.done,
     output_item.done ─▶ completed, incomplete or failed
 
-An item ends where the next part of the answer is of another kind. A response that is to be stored is stored before its
-last event is sent: whoever has `response.completed` can continue it, on any router.
+An item ends where the next part of the answer is of another kind. A response is stored before its last event is sent,
+so a client that has `response.completed` can continue it on any router.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ResponsesAnswer:
     def __init__(
         self, body: Responses, response_id: str, shown: bytes, tokenizer: Tokenizer, keep: Keep | None
     ) -> None:
-        """`shown`: what the response object repeats of its request, a JSON object, which may have megabytes. Without
-        `keep` it is not stored."""
+        """`shown`: the request's fields that the response object repeats, a JSON object that may be megabytes. Without
+        `keep` the response is not stored."""
         self._body = body
         self._streams = bool(body.stream)
         self._tokenizer = tokenizer
@@ -57,8 +57,8 @@ class ResponsesAnswer:
         self._shown = shown[1:-1]
         self._sequence = 0  # of the next event
         self._items: list[OutputItem] = []
-        self._ended: list[str] = []  # JSON of the items that have ended; at most the last one has not
-        self._scores: list[str] = []  # log probabilities of tokens whose text has not come yet
+        self._ended: list[str] = []  # JSON of the ended items; at most the last item has not ended
+        self._scores: list[str] = []  # log probabilities of tokens whose text has not arrived yet
         self._prompt_tokens = self._tokens = 0
         self._receipt = generation_pb2.Receipt()
 
@@ -71,7 +71,7 @@ class ResponsesAnswer:
         return error.http, openai_errors.error_body(error), openai_errors.error_headers(error)
 
     def error_event(self, error: TandemError) -> bytes:
-        """The end of a stream that has begun: what clients of either kind look for."""
+        """The end of a stream that has begun, with the events that each kind of client expects."""
         about = openai_errors.error_fields(error)
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
         code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
@@ -107,7 +107,7 @@ class ResponsesAnswer:
     # ---- parts
 
     async def _take(self, event: generation_pb2.GenerateResponse) -> str:
-        """What the event adds to the stream."""
+        """The event's part of the stream."""
         if event.HasField("delta"):
             self._tokens += len(event.delta.token_ids)
             parts = parts_of(event.delta)
@@ -117,7 +117,7 @@ class ResponsesAnswer:
         text = "".join(map(self._add, parts_of(event.finished)))
         self._receipt = event.finished.receipt
         stopped = event.finished.reason == common_pb2.FINISH_REASON_STOP
-        if not self._items:  # clients look for a message
+        if not self._items:  # clients expect a message
             text += self._open(MessageItem(self._new_id(MessageItem)))
         return text + self._close("completed" if stopped else "incomplete")
 
@@ -174,8 +174,8 @@ class ResponsesAnswer:
         return kind(self._new_id(kind), call, tool)
 
     async def _score(self, delta: generation_pb2.Delta, parts: Sequence[Part]) -> None:
-        """Keeps the log probabilities for the text that they are of. Those of reasoning and calls are dropped, also of
-        a token that has a piece of text too."""
+        """Keeps the log probabilities of text. Those of reasoning and calls are dropped, also for a token that contains
+        text as well."""
         if any(not isinstance(part, Text) for part in parts):
             self._scores = []
             return

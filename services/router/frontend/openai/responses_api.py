@@ -37,7 +37,7 @@ PATH = "/v1/responses"
 
 
 class ResponsePreparation:
-    """From a parsed body to what is generated. Its work on long bodies belongs on a thread."""
+    """Turns a parsed body into requests. Long bodies belong on a thread."""
 
     def __init__(self, stored: StoredResponses, models: Models) -> None:
         self._stored = stored
@@ -52,7 +52,7 @@ class ResponsePreparation:
         known: Mapping[str, Item] | None = None,
     ) -> Prepared:
         """`before`: the response that the body continues; `known`: the stored items that it refers to. Raises
-        InvalidRequest, NotFound for a model or an item that there is not."""
+        InvalidRequest, NotFound for an unknown model or item."""
         model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
         response_id = RESPONSE_PREFIX + secrets.token_hex(24)
@@ -102,11 +102,11 @@ class ResponsesApi:
             about = (body, request_id, tenant, before, known)
             prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
-            await self._stored.check()  # rather than after the answer has been computed
+            await self._stored.check()  # now, not after the answer has been computed
         return self._endpoint.respond(request, prepared)
 
     def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[int, Responses, Prepared | None]:
-        """The size of the body, the body, and what is to be generated unless that needs stored items."""
+        """The size of the body, the body, and its requests unless they need stored items."""
         body = openai_protocol.parse(raw, Responses)
         if body.previous_response_id or referenced_ids(body.input):
             return len(raw), body, None

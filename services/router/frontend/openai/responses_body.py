@@ -2,7 +2,7 @@
 
     body ─parse─▶ Responses ─begin(history)─▶ conversation ─openai_protocol.requests─▶ GenerateRequest with a Chat
 
-`shown` is what every response object repeats of its request.
+`shown` has the request's fields that every response object repeats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_INCLUDE = 16
 MAX_IDENTIFIER = 512  # characters; OpenAI takes 64. Every response object repeats them
 FORMAT_FIELD = "text.format"
 SEALED_REASONING, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
-# Fields of this or of another endpoint that would change the answer and are not served, with the values that would not.
+# Unsupported fields of this or of another endpoint that would change the answer, with the values without effect.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -47,7 +47,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-# The names that the router's errors have for what a body has under another one.
+# The names in the router's errors of fields that have another name in the body.
 FIELDS = {"chat.messages": "input", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
 OWN_NAMES = {"sampling.max_tokens": "max_output_tokens", "sampling.logprobs": "top_logprobs"}
 
@@ -148,7 +148,7 @@ class Responses(Sampled):
         return [{"chat": chat}]
 
     def _template_variables(self) -> dict[str, Any]:
-        """What an effort of `none` means to a template is decided where the template is known."""
+        """The meaning of an effort of `none` is decided with the template."""
         effort = self._effort()
         return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
 
@@ -171,7 +171,7 @@ class Responses(Sampled):
     # ---- the response object
 
     def shown(self, model: str, params: sampling_pb2.SamplingParams) -> dict[str, Any]:
-        """What a response object repeats of its request: with the values that applied, where the request has none."""
+        """The request's fields that a response object repeats, with the applied defaults."""
         text = {"format": {"type": "text"}, **{name: value for name, value in (self.text or {}).items() if value}}
         return {
             "model": model,

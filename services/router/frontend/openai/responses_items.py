@@ -2,7 +2,7 @@
 
     client's items ─read_items─▶ items as they are stored, each with an id ─chat_messages─▶ messages of the template
 
-One message of an assistant joins what the API has apart: the reasoning, the text and the calls of one turn.
+An assistant's message joins the reasoning, the text and the calls of one turn, which are separate items in the API.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESPONSE_PREFIX = "resp_"
 # Ids of items have that of their response, and a number: answers count from 0, inputs from FIRST_INPUT.
 ITEM_PATTERN = re.compile(r"[a-z]+_([0-9a-f]{48})[0-9a-f]{4}")
 FIRST_INPUT = 0x8000
-SEALED = "tandem.1."  # before what `encrypted_content` holds; a server that seals otherwise has another prefix
+SEALED = "tandem.1."  # prefix of `encrypted_content`; servers with another encoding have another one
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEM_ROLES)
 SERVED_ITEMS = (
@@ -53,14 +53,14 @@ def referenced_ids(value: object) -> list[str]:
 
 
 def response_of(item: str) -> str | None:
-    """The id of the response whose item has this id; None for an id that no response of this server has."""
+    """The id of the response whose item has this id; None if no response of this server has such an id."""
     match = ITEM_PATTERN.fullmatch(item)
     return RESPONSE_PREFIX + match[1] if match else None
 
 
 def read_items(value: object, new_id: NewId, known: Mapping[str, Item] | None = None) -> list[Item]:
-    """`input` of a request, a string or items, as items that all have an id. `known`: stored items by id, in the place
-    of references to them. Raises InvalidRequest, NotFound for a reference to another item."""
+    """`input` of a request, a string or items, as items with ids. `known`: stored items by id, which replace
+    references. Raises InvalidRequest, NotFound for a reference to another item."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_ITEMS:
@@ -97,7 +97,7 @@ def _read(item: Any, where: str, new_id: NewId, known: dict[str, Item]) -> Item:
 
 
 def _referenced(item: Item, where: str, known: dict[str, Item]) -> Item:
-    """A stored item. Once only: a short reference may stand for much text."""
+    """A stored item, once per input, because a short reference may stand for much text."""
     name = _text(item, "id", where)
     if name not in known:
         raise NotFound(
@@ -122,7 +122,7 @@ def _message(item: Item, where: str, new_id: NewId) -> Item:
 
 
 def _reasoning(item: Item, where: str, new_id: NewId) -> Item:
-    """With its text: from `content`, else from `encrypted_content`, else from the summary."""
+    """A reasoning item with its text: from `content`, else from `encrypted_content`, else from the summary."""
     texts = _texts_of(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
     sealed = item.get("encrypted_content")
     summary = _texts_of(item.get("summary"), f"{where}.summary", ("summary_text",))
@@ -188,18 +188,18 @@ def _texts_of(parts: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
 
 
 def sealed(text: str) -> str:
-    """`encrypted_content` of reasoning, for clients that keep nothing else of it. It is not encrypted: the client has
-    the same text in `content`."""
+    """`encrypted_content` of reasoning, for clients that keep only this field. It is not encrypted: the client has the
+    same text in `content`."""
     return SEALED + base64.b64encode(text.encode()).decode()
 
 
 def opened(value: object, where: str) -> str:
-    """What `sealed` has sealed. Raises InvalidRequest for anything else."""
+    """The inverse of `sealed`. Raises InvalidRequest for other values."""
     try:
         if isinstance(value, str) and value.startswith(SEALED):
             return base64.b64decode(value.removeprefix(SEALED), validate=True).decode()
     except ValueError:  # not base64, not even ASCII, or not UTF-8 in it
-        pass  # the same answer as for what another server has encrypted
+        pass  # the same error as for another server's content
     raise wrong(where, "not from this server, so its reasoning cannot be read", "absent, or what this server sent")
 
 
@@ -208,7 +208,7 @@ def opened(value: object, where: str) -> str:
 
 @dataclass(slots=True)
 class _Turn:
-    """An assistant's message in the making."""
+    """An assistant's message under construction."""
 
     reasoning: list[str] = field(default_factory=list)
     text: str | None = None
@@ -262,7 +262,7 @@ def _ended(found: list[generation_pb2.ChatMessage], turn: _Turn | None) -> None:
 
 
 def _other(item: Item, names: dict[str, str]) -> generation_pb2.ChatMessage:
-    """A message of anyone but the assistant."""
+    """A message of a role other than assistant."""
     if item["type"] == "message":
         text = "".join(part["text"] for part in item["content"])
         return generation_pb2.ChatMessage(role=item["role"], content=to_bytes(text))
@@ -273,7 +273,7 @@ def _other(item: Item, names: dict[str, str]) -> generation_pb2.ChatMessage:
 
 
 def _chat_call(item: Item) -> dict[str, Any]:
-    """A call in the form that templates expect: its arguments as an object, unless they are no JSON object."""
+    """A call in the form that templates expect: its arguments as an object, if they are a JSON object."""
     custom = item["type"] == "custom_tool_call"
     text = custom_arguments(item["input"]) if custom else item["arguments"]
     json_limits.check(to_bytes(text), name="input")

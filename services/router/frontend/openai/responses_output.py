@@ -1,4 +1,4 @@
-"""The output items of a response, as JSON text: what their events say while they grow, and what they are in the end."""
+"""The output items of a response, as JSON text: their events while they grow, and their final form."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class OutputItem(ABC):
         self._pieces.append(text)
 
     def begun(self) -> list[Event]:
-        """After the item was added, when it is empty."""
+        """The events after the empty item was added."""
         return []
 
     @abstractmethod
     def grown(self, text: str) -> list[Event]:
-        """After `add(text)`."""
+        """The events after `add(text)`."""
 
     @abstractmethod
     def done(self) -> list[Event]:
-        """Before the item is done."""
+        """The events before the item is done."""
 
     @abstractmethod
     def json(self, status: str) -> str: ...
@@ -52,7 +52,7 @@ class MessageItem(OutputItem):
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
         self._scores: list[str] = []
-        self._told = 0  # of these, those that an event had
+        self._told = 0  # number of these that an event has sent
 
     def score(self, scores: list[str]) -> None:
         """The log probabilities of tokens that the next text, or the end, belongs to."""
@@ -143,7 +143,7 @@ class CallItem(OutputItem):
 
 
 class CustomCallItem(CallItem):
-    """A call of a custom tool. Its input is part of JSON while it comes, so it is passed on when it is complete."""
+    """A call of a custom tool. Its input arrives within JSON, so it is passed on when it is complete."""
 
     prefix = "ctc"
 

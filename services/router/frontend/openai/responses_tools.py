@@ -3,10 +3,10 @@
     function     itself
     custom       a function with one argument, the string `input`; its call becomes a custom_tool_call again
     namespace    each of its tools as NAMESPACE__NAME; in the call the two names are apart again
-    web_search   left out of a request that has other tools: agents offer it without being asked to
+    web_search   dropped from a request that has other tools, because agents always offer it
 
-All other kinds are refused by name: the server would have to run them. The grammar of a custom tool is shown to the
-model, and not enforced.
+All other kinds are refused by name, because the server would have to run them. The model sees the grammar of a custom
+tool; it is not enforced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.router.preprocess.json_limits import wrong
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
-CORE_NAMESPACE = "functions"  # what a call without a namespace has: its tools keep their names
+CORE_NAMESPACE = "functions"  # the namespace of calls without one: its tools keep their names
 LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 SERVED_TOOLS = "function, custom or namespace"
 CUSTOM_PARAMETERS = {
@@ -33,7 +33,7 @@ CUSTOM_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a call of a function means to the client."""
+    """The client's tool behind a function."""
 
     name: str
     namespace: str | None = None
@@ -42,8 +42,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request. `functions`: for the chat template, in OpenAI's chat format; `by_name`: what their names
-    stand for; `shown`: the client's own list, without those that were left out."""
+    """The tools of a request. `functions`: for the chat template, in OpenAI's chat format; `by_name`: the client's
+    tools by function name; `shown`: the client's list without dropped tools."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     by_name: dict[str, Tool] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What tool_choice makes of them: the functions that are offered, and the call that the answer must be, if any."""
+    """The effect of tool_choice: the offered functions, and the forced call, if any."""
 
     offered: list[dict[str, Any]]
     forced: generation_pb2.ToolChoice | None = None
@@ -129,7 +129,7 @@ def _offer(found: Tools, where: str, tool: Tool, description: object, parameters
 
 
 def _custom_description(tool: dict[str, Any]) -> str:
-    """With the grammar of the tool's input, which OpenAI's models are shown in the same way."""
+    """The description with the grammar of the tool's input, as OpenAI shows it to its models."""
     description = tool.get("description")
     text = description if isinstance(description, str) else ""
     match tool.get("format"):
@@ -149,7 +149,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool's call; arguments that are something else are passed on as they are."""
+    """The input of a custom tool's call; other arguments are passed on unchanged."""
     try:
         value = json.loads(arguments)
         text = value.get("input") if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""The stored responses of the tenant that asks: another tenant's id is unknown."""
+"""The stored responses of the calling tenant: another tenant's id is unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.errors import NotFound, TooLarge
 from tandem.settings import Settings
 
 ID_PATTERN = re.compile(r"resp_[0-9a-f]{48}")
-MAX_REFERENCED = 8  # responses that the references of one input may be in
+MAX_REFERENCED = 8  # responses that the references of one input may point into
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of one page; OpenAI's bounds
 
 
@@ -71,8 +71,8 @@ class StoredResponses:
             ) from error
 
     async def referenced(self, tenant: str, ids: list[str]) -> dict[str, Item]:
-        """The items with these ids, and others. Those of a conversation are all in its last response, so the last
-        reference is looked up first. Leaves out what is not stored. Raises InvalidRequest, TooLarge."""
+        """The items with these ids, and others. The last response of a conversation has all of its items, so the last
+        reference is looked up first. Omits items that are not stored. Raises InvalidRequest, TooLarge."""
         found: dict[str, Item] = {}
         looked_up: set[str] = set()
         for one in reversed(ids):
@@ -85,7 +85,7 @@ class StoredResponses:
             try:
                 stored = await self._bounded(tenant, response_id, "input")
             except NotFound:
-                continue  # the reference is refused where it stands
+                continue  # the reference is refused at its position
             items = await self._offload.run(tenant, stored.size, conversation, stored, "input")
             found |= {item["id"]: item for item in items}
         return found
@@ -130,7 +130,7 @@ def _page(encoded: bytes, limit: int, newest_first: bool, after: str | None) -> 
 
 
 def _checked(response_id: str) -> str:
-    """Raises NotFound for what is no id of a response."""
+    """The id. Raises NotFound if it is not a response's id."""
     if not ID_PATTERN.fullmatch(response_id):
         raise NotFound(
             f"{response_id!r:.140} is not the id of a response",
