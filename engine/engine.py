@@ -11,7 +11,7 @@
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `num_computed`
-already at the prompt's length. There is no other difference between the two.
+already at the prompt's length. They do not differ otherwise.
 
 Not thread-safe: everything here runs on the engine's own thread (engine/engine_thread.py).
 """
@@ -61,7 +61,7 @@ class Engine:
         self.model, self.ranks, self.config = model, model.ranks, config
         self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()
-        self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it
+        self.alone_s = PROMPTS_S  # longest step without streams; the worker may shorten it
         self.speculation = speculation
         self.pool = BlockPool(config.num_blocks, config.block_size)
         blocks, each = config.num_blocks + config.spare_block, config.block_size
@@ -75,16 +75,16 @@ class Engine:
         self.ahead = RunAhead(self.scheduler, model, self.forward, drafts=speculation is not None)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
-        self.stepped = False  # the recurrent states are those after the step that runs
+        self.stepped = False  # the recurrent states are already those after the current step
         self.streams = self.prompt_tokens = 0  # in the last step
-        self.plan: list[Chunk] = []  # of the step that runs, or ran last
+        self.plan: list[Chunk] = []  # of the current or last step
         self.retries = Retries(config.token_budget)
         self.grammars = grammars
         self.masks = Masks(grammars.left_behind if grammars else None)
 
     def capture(self, how: Capture | None = None) -> str:
-        """Captures steps of single tokens where that can be proven right; returns a line that says so. Call it before
-        the first sequence, whose blocks it would overwrite."""
+        """Captures steps of single tokens if they prove correct; returns a line about it. Call it before the first
+        sequence, whose blocks it would overwrite."""
         assert self.spare is not None, "the engine was made without a spare block"
         assert not self.sequences, "a sequence has blocks already"
         most = self.scheduler.max_running
@@ -97,16 +97,16 @@ class Engine:
     # ---- sequences
 
     def add(self, sequence: Sequence) -> None:
-        """Compute this sequence from its first missing token. Raises TooLarge if it can never fit."""
+        """Adds a sequence, which is computed from its first missing token. Raises TooLarge if it can never fit."""
         self._enter(sequence)
         self.scheduler.add(sequence)
 
     def reserve(self, sequence: Sequence, ahead: int, arrives: bool = True) -> None:
-        """Blocks for all its tokens and `ahead` more, now; if KV `arrives` from elsewhere, the last ones are for a copy
-        of recurrent states.
+        """Reserves blocks for all its tokens and `ahead` more; if KV `arrives` from another worker, the last ones are
+        for a copy of recurrent states.
 
-        `sequence.cached` tokens need not arrive: they are in this worker's prefix cache.
-        Raises Busy when there is no room now, TooLarge when there never will be.
+        `sequence.cached` tokens are in this worker's prefix cache and need not arrive. Raises Busy if there is no room
+        now, TooLarge if it can never fit.
         """
         if len(self.sequences) >= self.scheduler.max_running:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
@@ -125,8 +125,8 @@ class Engine:
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
-        """Let a reserved sequence run. With `first_token`, the KV of all its tokens is in its blocks by now, and behind
-        it a copy of its recurrent states."""
+        """Lets a reserved sequence run. With `first_token`, its blocks now hold the KV of all its tokens, followed by a
+        copy of its recurrent states."""
         finish = None
         if first_token is not None:
             sequence.num_computed = len(sequence.tokens)
@@ -142,7 +142,8 @@ class Engine:
         return None
 
     def drop(self, sequence_id: str) -> None:
-        """Ends a sequence in any state and frees what it holds. Ignores unknown ids: it has ended already."""
+        """Ends a sequence in any state and frees its blocks and slots. Ignores unknown ids, because their sequences
+        have ended."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -159,13 +160,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something: a queued one has blocks until it has landed."""
+        """Whether a step could do something; a queued step holds blocks until it has landed."""
         return self.scheduler.has_work or self.ahead.flight is not None
 
     def step(self) -> list[Progress]:
-        """Runs one packed forward over the sequences that the scheduler chooses, or waits for the one that is queued
-        already. Empty when nothing could run, or when the step failed and will be retried (`retries`). Raises when the
-        engine cannot be trusted any more."""
+        """Runs one packed forward over the sequences that the scheduler chooses, or waits for the queued one. Empty if
+        nothing could run, or if the step failed and will be retried (`retries`). Raises if the engine's state can no
+        longer be trusted."""
         flight = self.ahead.waiting()
         plan = self.plan = flight.plan if flight else self._plan()
         if not plan:
@@ -187,12 +188,12 @@ class Engine:
                 filling = self.masks.begin(ready, self.model.vocab_size)
                 logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
                 progress = self._advance(plan, drafts, logits, filling)
-        except (AssertionError, TandemError):  # our own books are wrong
+        except (AssertionError, TandemError):  # the engine's bookkeeping is wrong
             raise
         except Exception as error:
             log.exception("a step of %d sequences failed", len(plan))
             if filling is not None:
-                filling.wait()  # its thread reads the sequences
+                filling.wait()  # the masks' thread reads the sequences
             return self._failed(plan, before, error)
         self.steps += 1
         self.retries.succeeded()
@@ -210,10 +211,10 @@ class Engine:
         return self.scheduler.plan(self._beside, alone, self.retries.tokens)
 
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
-        """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
+        """Retries the sequences of a failed step in smaller steps; a sequence that fails alone ends.
 
-        A failed forward may have written beyond `num_computed` of its sequences: that is never read, and the next step
-        overwrites it. Raises `error` when any other state may be wrong.
+        A failed forward may have written beyond `num_computed` of its sequences, which is never read and which the next
+        step overwrites. Raises `error` if any other state may be wrong.
         """
         self.failures += 1
         no_memory = out_of_memory(error)
@@ -224,7 +225,7 @@ class Engine:
         if faults := self.check():
             log.error("after a failed step the ledger does not balance: %s", "; ".join(faults))
             raise error
-        if self.stepped:  # and cannot be taken back
+        if self.stepped:  # the states cannot be rolled back
             raise error
         for sequence, _ in plan:
             if self.speculation:
@@ -249,7 +250,7 @@ class Engine:
 
     def _prove(self, error: Exception) -> None:
         """Whether the engine can still compute: one token in a free block. Raises `error` if not."""
-        if self.pool.take(PROOF, [], 1) is None:  # every block is held: what runs on will show it
+        if self.pool.take(PROOF, [], 1) is None:  # every block is held: the running sequences will show it
             return
         try:
             table = list(self.pool.table(PROOF))
@@ -261,7 +262,7 @@ class Engine:
             self.pool.drop(PROOF)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits `[rows wanted, vocab]` of one packed forward, by the captured step where there is one, valid until the
+        """Logits `[rows wanted, vocab]` of one packed forward, by the captured step if there is one, valid until the
         next call; writes the pages."""
         logits = self.decode.logits(batch) if self.decode else None
         return self.model.forward(self.pages, batch) if logits is None else logits
@@ -269,12 +270,12 @@ class Engine:
     # ---- inside
 
     def _beside(self, streams: int) -> int | None:
-        """The most prompt tokens in a step with this many streams."""
+        """The maximum number of prompt tokens in a step with this many streams."""
         stretch = self.config.stretch
         return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
 
     def check(self, live: Iterable[str] | None = None) -> list[str]:
-        """One sentence for each inconsistency of the books of blocks and of state slots. `live`: as in the pool."""
+        """One sentence for each inconsistency of the ledgers of blocks and of state slots. `live`: as in the pool."""
         faults = self.pool.check(None if live is None else [*live, *self.ahead.owners])
         if self.states:
             faults += self.states.check([each.id for each in self.scheduler.running], self.sequences)
@@ -293,8 +294,8 @@ class Engine:
         self.sequences[sequence.id] = sequence
 
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
-        """Concatenates the chunks, each with its drafts. For each chunk, in this order, logits are computed where the
-        prompt is scored, at its last token if it catches up with its sequence, and at every draft."""
+        """Concatenates the chunks, each with its drafts. Each chunk's logits are computed, in this order, at scored
+        prompt tokens, at its last token if the chunk completes the sequence's tokens, and at every draft."""
         batch = Batch()
         for (sequence, count), draft in zip(plan, drafts, strict=True):
             start, end = sequence.num_computed, sequence.num_computed + count
@@ -329,9 +330,9 @@ class Engine:
                 progress.append(Progress(sequence, sequence.num_computed, None, None))
         compiled = self.model.kernels != REFERENCE
         progress += append_chosen(runs, logits, filling, self.speculation, compiled=compiled)
-        # From here on others may read these blocks, or write to those that end here, outside of the device's queue: a
-        # transfer does. It is also what makes the measured seconds those of the device. No step waits twice: a token
-        # that was read back has waited already.
+        # From here on, transfers may read these blocks, or write to freed ones, outside the device's queue. The wait
+        # also makes the measured seconds those of the device. No step waits twice, because reading a token back has
+        # already waited.
         device_done(self.model.device)
         self.stepped = self.states is not None and self.states.commit()
         for (sequence, count), start in zip(plan, before, strict=True):
@@ -342,7 +343,7 @@ class Engine:
         return progress
 
     def _land(self, flight: Flight) -> list[Progress]:
-        """Queues the step behind this one, and then waits for the tokens of this one and applies them."""
+        """Queues the step after this one, then waits for this one's tokens and applies them."""
         self.ahead.launch_behind(flight)
         tokens = self.ahead.land(flight)
         progress: list[Progress] = []
@@ -370,7 +371,8 @@ class Engine:
             self.states.forget(sequence)
 
     def _end(self, sequence: Sequence, error: TandemError | None = None) -> None:
-        """Out of the batch; the blocks of a hand-off stay until drop(), with a copy of its recurrent states."""
+        """Removes the sequence from the batch; the blocks of a hand-off stay until drop(), with a copy of its recurrent
+        states."""
         if sequence.handoff:
             if self.states and error is None:
                 self.states.save(sequence.id, self.pool.table(sequence.id))
@@ -379,7 +381,7 @@ class Engine:
             self.drop(sequence.id)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        """Blocks that became full between `before` and `sequence.num_computed` are good for others now."""
+        """Publishes the blocks that became full between `before` and `sequence.num_computed` for reuse."""
         if sequence.rounded:
             return
         size, hashes = self.pool.block_size, sequence.hashes(self.pool.block_size)

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step, and with how many tokens. Pure Python: no clock, no tensors.
+"""Chooses the sequences of the next step, and their numbers of tokens. Pure Python: no clock, no tensors.
 
     add ──▶ waiting ──(room for all its tokens)──▶ running ──▶ finished, or held for hand-off
                ▲                                      │
@@ -6,11 +6,11 @@
 
 One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
 prompts, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them. The rest may
-be lent to drafted tokens, which must never cost another sequence its place, a block or its turn.
+be lent to drafted tokens, which must never take a place, a block or a turn from another sequence.
 
-The prompt with the fewest tokens left comes first, and every token that a later prompt computes before it counts as one
-less for a waiting prompt. So a short prompt does not wait for a long one to end, equal prompts keep their order, and
-later prompts delay a prompt by no more tokens than it has itself.
+The prompt with the fewest tokens left comes first, and every token that a later prompt computes before a waiting prompt
+reduces the latter's count by one. So a short prompt does not wait for the end of a long one, equal prompts keep their
+order, and later prompts delay a prompt by at most its own number of tokens.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from engine.core.block_pool import BlockPool
 from engine.core.sequence import Sequence
 from engine.core.state_slots import StateSlots
 
-# Rows of logits in one step beyond the one that each sequence may want: for prompt_logprobs and for drafts. A row is as
-# long as the vocabulary, so they are the largest tensor of a step.
+# Rows of logits in one step in addition to one per sequence, for prompt_logprobs and drafts. A row is as long as the
+# vocabulary, so they are the largest tensor of a step.
 EXTRA_LOGITS = 128
 
 
 class States(Protocol):
-    """The states of recurrent layers (engine.runner.sequence_states): whoever runs has a slot."""
+    """The states of recurrent layers (engine.runner.sequence_states): each running sequence has a slot."""
 
     slots: StateSlots
-    blocks: int  # that hold a copy of one state
+    blocks: int  # blocks of a copy of one state
 
     def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
         """Gives it a slot with the deepest state that is known of its beginning, and returns the hashes of the blocks
         up to there, with which a table of so many blocks can be taken; None without a free slot or such a table."""
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """How many of its next `count` tokens to compute, so that a state can be kept after them."""
+        """How many of the next `count` tokens to compute, so that a snapshot can be stored after them."""
 
 
 class Chunk(NamedTuple):
@@ -66,8 +66,8 @@ class Scheduler:
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens that are still to be computed; of waiting prompts all, whatever may be cached. Safe on any
-        thread, hence the copies."""
+        """Prompt tokens still to be computed; of waiting prompts all, cached ones included. Safe on any thread, hence
+        the copies."""
         return sum(
             sequence.num_uncomputed for sequence in (*self.waiting, *self.running) if sequence.num_uncomputed > 1
         )
@@ -84,8 +84,8 @@ class Scheduler:
         return max(0, self.pool.available - self.owed)
 
     def may_reserve(self, blocks: int) -> bool:
-        """Whether a newcomer may have this many blocks. It may not have those that preempted streams wait for:
-        newcomers would take each block as it comes free, and a long stream would never run again."""
+        """Whether a new sequence may have this many blocks. Blocks that preempted streams wait for are excluded;
+        otherwise new sequences would take each block that becomes free, and a long stream would never run again."""
         return not self.owed or blocks <= self.reservable
 
     def add(self, sequence: Sequence) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence; its blocks are the caller's business."""
+        """Forgets a sequence; the caller handles its blocks."""
         if sequence in self.running:
             self._stop(sequence)
         elif sequence in self.waiting:
@@ -115,8 +115,8 @@ class Scheduler:
     ) -> list[Chunk]:
         """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
 
-        `beside`: the most prompt tokens in a step in which this many streams advance too; `alone`: in any other;
-        `most`: the most tokens of all; `only`: ids of the sequences that may take part.
+        `beside`: maximum prompt tokens of a step in which this many streams advance, too; `alone`: of any other step;
+        `most`: maximum tokens in total; `only`: ids of the sequences that may take part.
         """
 
         def may(sequence: Sequence) -> bool:
@@ -134,10 +134,10 @@ class Scheduler:
         return plan
 
     def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
-        """Adds a chunk of each to the plan, in order, as far as the budget of tokens and of extra rows of logits goes;
-        returns what is left of both. The first that waits and cannot be admitted keeps all others waiting."""
+        """Adds a chunk of each to the plan, in order, within the budget of tokens and of extra rows of logits; returns
+        the rest of both. The first waiting sequence that cannot be admitted stops all later ones."""
         closed = False
-        waiting = set(map(id, self.waiting))  # not those that are preempted from here on
+        waiting = set(map(id, self.waiting))  # excludes those that are preempted below
         for sequence in sequences:
             if budget == 0:
                 break
@@ -163,8 +163,8 @@ class Scheduler:
                 sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
 
     def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
-        """How many drafted tokens each chunk may append, at most as many as wanted, and extends the tables for them.
-        They use only the budget that the step leaves, blocks without an owner, and positions below `max_len`."""
+        """The number of drafted tokens that each chunk may append, at most as wanted; extends the tables for them.
+        Drafts use only the step's remaining budget, blocks without an owner, and positions below `max_len`."""
         left = min(EXTRA_LOGITS, self.token_budget - sum(chunk.tokens for chunk in plan))
         lent: list[int] = []
         for (sequence, count), most in zip(plan, wanted, strict=True):
@@ -178,7 +178,8 @@ class Scheduler:
         return lent
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
+        """Takes blocks for all tokens of the sequence, reusing the cached prefix; at least one token remains to be
+        computed."""
         reusable, blocks = sequence.reusable(self.pool.block_size), self.pool.blocks_for(len(sequence.tokens))
         if self.states:
             blocks += self.states.blocks if sequence.handoff else 0
@@ -196,15 +197,16 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens; takes them from the youngest running sequences if it must.
+        """Takes blocks for `count` more tokens, if necessary from the youngest running sequences.
 
-        Never from one that is in the step's plan already. Only streams can lack blocks, since a prompt gets all of its
-        blocks at admission; streams are planned in the order of `running`, so planned ones come before this one there,
-        and a search from the end meets this one first.
+        Never from one that is already in the step's plan. Only streams can lack blocks, because a prompt gets all of
+        its blocks at admission. Streams are planned in the order of `running`, so planned ones precede this one, and a
+        search from the end finds this one first.
         """
         needed = self.pool.blocks_for(sequence.num_computed + count)
         while not self.pool.grow(sequence.id, needed):
-            # Never one whose blocks may have been announced to another worker: they are promised until they are read.
+            # Never one whose blocks may have been announced to another worker, because these must stay until they are
+            # read.
             victim = next(s for s in reversed(self.running) if s is sequence or not s.handoff)
             self.preempt(victim)
             if victim is sequence:
@@ -212,7 +214,7 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
+        """Drops its blocks, keeps its tokens, and lets it wait before the others. Full blocks stay cached."""
         assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
         self._stop(sequence)
         self.pool.drop(sequence.id)

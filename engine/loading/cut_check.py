@@ -1,6 +1,6 @@
-"""The check of a cut at every load: all ranks together against the whole model, on the very weights that will serve.
+"""Checks the cut at every load: all ranks together against the whole model, with the weights that will serve.
 
-The self-check compares the paths of what a rank has, and sees nothing of whether the parts make up the model. So rank 0
+The self-check compares two paths over one rank's part, and cannot see whether the parts make up the model. So rank 0
 runs one prompt through the whole model, with one layer in memory at a time (engine/loading/part_loader.py), and all
 ranks run it through their parts. transformers makes the layers of the whole and Tandem reads the parts, so an error of
 one does not hide in the other. In float32 the gap between the logits, in their standard deviations, must be below the
@@ -31,14 +31,14 @@ LENGTH = 24  # tokens
 
 @dataclass(frozen=True)
 class Whole:
-    """What the whole model says: logits `[LENGTH, vocab]`, and by how much they may differ."""
+    """The whole model's logits `[LENGTH, vocab]`, and the permitted gap."""
 
     logits: torch.Tensor
     threshold: float
 
 
 def whole(module: PreTrainedModel) -> Whole:
-    """Of a model that is not cut."""
+    """The reference, from a model that is not cut."""
     logits = _logits(module)
     if logits.dtype == torch.float32 and module.dtype == torch.float32:
         return Whole(logits, FP32_THRESHOLD)

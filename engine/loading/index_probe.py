@@ -1,13 +1,13 @@
 """Finds the sparse indexers of a model, and proves that each can be served by one sequence of a packed step at a time.
 
-One forward over transformers' own cache, with a causal mask of ours, shows which module calls `update_indexer` (the
-*indexer*), and which of its arguments carry the cache and the mask. No names of classes are known here; the one of the
-attribute that holds the top-k is (engine.runner.indexers.TOP_K), because a check must be able to lower it: up to as
-many tokens as the indexer chooses, sparse attention is dense attention, and an indexer that is wrong cannot be seen.
+One forward over transformers' own cache, with a causal mask, shows which module calls `update_indexer` (the *indexer*),
+and which of its arguments carry the cache and the mask. No class names are used, only the name of the top-k attribute
+(engine.runner.indexers.TOP_K), which the check lowers: with at most top-k tokens sparse attention equals dense
+attention, and a wrong indexer would go unnoticed.
 
-Then each indexer alone, in float32, with random numbers and a low top-k: all tokens at once without a cache against the
-same tokens in pieces beside another sequence, through the wrapper that serves. Equal and nearly equal scores may be
-chosen either way, so a small share of the choices may differ; the self-check compares what becomes of them.
+Then each indexer runs alone, in float32, with random inputs and a low top-k: all tokens at once without a cache against
+the same tokens in pieces next to another sequence, through the serving wrapper. Equal or nearly equal scores may be
+chosen either way, so a small share of the choices may differ; the self-check compares the resulting logits.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from engine.runner.mixers import named
 from tandem.errors import CheckpointRefused
 
 KNOWN_LAYERS = (DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer)
-PIECES = (5, 1, 9, 7, 1)  # tokens, of those of the proof
-FEW, SIZE = 4, 4  # the top-k of the proof; tokens of a block
-# Of the choices; what may differ where scores are (nearly) equal. Keys that are one token late, or another sequence's,
-# change half of them.
+PIECES = (5, 1, 9, 7, 1)  # tokens of each piece in the check
+FEW, SIZE = 4, 4  # the top-k in the check; tokens of a block
+# Share of the choices that may differ because scores are (nearly) equal. Keys that are one token late, or another
+# sequence's, change half of them.
 DIFFERENT = 0.1
 
 
 class _IndexRecorder(Recorder):
-    """transformers' cache, which notes the modules that keep keys, and refuses any other state beside them."""
+    """transformers' cache that records the modules which store keys, and refuses any other state."""
 
     def note(self, name: str, layer: int) -> None:
         raise CheckpointRefused(f"its layers call {name} beside update_indexer")
@@ -51,14 +51,14 @@ class _IndexRecorder(Recorder):
 
 
 def find(model: PreTrainedModel) -> Indexers | None:
-    """The indexers of a model, proved; None for one whose cache has no place for their keys. The model must be switched
-    to eager attention. Raises CheckpointRefused with the reason for indexers that cannot be served."""
+    """The checked indexers of a model; None if its cache has no place for their keys. The model must be switched to
+    eager attention. Raises CheckpointRefused with the reason for indexers that cannot be served."""
     try:
         cache = _IndexRecorder(model.config)
         if not any(hasattr(layer, "update_indexer") for layer in cache.layers):
             return None
     except ODD_ERRORS:
-        return None  # engine.loading.state_probe says why transformers makes no cache
+        return None  # engine.loading.state_probe reports why transformers makes no cache
     try:
         check_layers(cache, KNOWN_LAYERS)
         indexers, calls = _found(model, cache)
@@ -77,7 +77,7 @@ def find(model: PreTrainedModel) -> Indexers | None:
 
 @contextmanager
 def standing_in(indexers: Indexers | None, forward: Any) -> Iterator[None]:
-    """Inside, `forward(mask, hidden)` answers for each indexer, with its mask and its first argument."""
+    """Inside, `forward(mask, hidden)` replaces each indexer's forward, with its mask and its first argument."""
     each = indexers.each if indexers is not None else []
     try:
         for indexer in each:
@@ -95,7 +95,7 @@ def standing_in(indexers: Indexers | None, forward: Any) -> Iterator[None]:
 
 
 def _found(model: PreTrainedModel, cache: _IndexRecorder) -> tuple[Indexers, list[dict[str, Any]]]:
-    """The indexers, and with which arguments each is called in a forward of the tokens of the proof."""
+    """The indexers, and each one's arguments in a forward over the check's tokens."""
     tokens = sum(PIECES)
     ids, positions = inputs(model, tokens)
     own = next(model.parameters())
@@ -165,7 +165,7 @@ def _dim(layer: Any, name: str, tokens: int, dtype: torch.dtype) -> int:
 
 
 def _prove(indexer: Indexer, given: dict[str, Any]) -> None:
-    """Raises CheckpointRefused for one that does not give positions of its top-k, or gives others in pieces."""
+    """Raises CheckpointRefused if an indexer does not return top-k positions, or returns others in pieces."""
     module = copy.deepcopy(indexer.module).float()
     alone = Indexer(indexer.name, module, indexer.argument, indexer.mask, indexer.layer)
     alone.dim = indexer.dim
@@ -195,7 +195,7 @@ def _prove(indexer: Indexer, given: dict[str, Any]) -> None:
 
 
 def _in_pieces(indexer: Indexer, given: dict[str, Any], device: torch.device) -> list[list[int]]:
-    """What is chosen for each token of consecutive pieces, in steps that have a token of another sequence first."""
+    """The choices for each token of consecutive pieces, in steps that begin with a token of another sequence."""
     each = -(-sum(PIECES) // SIZE)
     layout = layout_of([], SIZE, torch.float32, "", index_dims=[indexer.dim])
     pages, done = KvCache(layout, 2 * each, device), 0
@@ -215,7 +215,7 @@ def _in_pieces(indexer: Indexer, given: dict[str, Any], device: torch.device) ->
 
 
 def _rows(value: Any, other: int, start: int, count: int) -> Any:
-    """Of a value for each token, `[1, tokens, ...]`: that of one token and those of a piece."""
+    """The rows of one token and of a piece, from a value for each token `[1, tokens, ...]`."""
     if isinstance(value, torch.Tensor):
         return torch.cat([value[:, other : other + 1], value[:, start : start + count]], dim=1)
     return (

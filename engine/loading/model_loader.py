@@ -73,9 +73,9 @@ def load_model(
 
     `max_model_len` limits a sequence, in tokens; the config's own limit if None. `kernels` "reference" leaves the
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
-    (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
-    rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
-    `cache` keeps packed weights for others and the next start. `group`: loads this rank's part, with the other ranks.
+    (engine.runner.lora); others of up to `later_rank` may be loaded later. `weights` is the format of rounded products
+    (engine/core/weight_formats.py), `kv_dtype` the type of K and V in pages (engine/kv/kv_quantization.py). `cache`
+    keeps packed weights for other workers and the next start. `group`: loads this rank's part, with the other ranks.
     `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason."""
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
@@ -115,8 +115,8 @@ def load_model(
 
 
 def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Learnt, group: RankGroup | None) -> str:
-    """PLAIN, which promises nothing, where a recurrent layer or a sparse indexer gives a token other bits in another
-    step."""
+    """The worker's order of sums; PLAIN, which promises nothing, if a recurrent layer or a sparse indexer may give a
+    token other bits in another step."""
     inexact = learnt.indexers is not None or (learnt.mixers is not None and not learnt.mixers.exact)
     if served_by == REFERENCE or inexact:
         return PLAIN
@@ -124,8 +124,8 @@ def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Lea
 
 
 def _finished(model: ModelRunner, whole: Whole | None, say: Callable[[str], None]) -> ModelRunner:
-    """Ready to serve: with empty slots of adapters, and on all ranks parts of one model, equal in everything but which
-    heads and columns they are."""
+    """Makes the model ready to serve: empties the adapter slots, and checks that all ranks have parts of one model that
+    differ only in heads and columns."""
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
@@ -148,9 +148,9 @@ def _learn(
     operators: bool,
     kv_dtype: KvDtype,
 ) -> Learnt:
-    """What pages and slots must hold, of this rank's part if there are several; `operators`: with those that Tandem has
-    for recurrences on this device. Raises SettingsError for what is not served beside recurrent layers or with sparse
-    indexers."""
+    """Learns the required content of pages and slots, for this rank's part if there are several; `operators`: with
+    Tandem's operators for recurrences on this device. Raises SettingsError for settings that are not served with
+    recurrent layers or sparse indexers."""
     if group is not None:
         say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
@@ -173,7 +173,7 @@ def _learn(
 def _check_with_indexers(
     module: PreTrainedModel, device: torch.device, kv_dtype: KvDtype, group: RankGroup | None, adapters: bool
 ) -> None:
-    """Raises SettingsError for what is not served with a model that has sparse indexers."""
+    """Raises SettingsError for settings that are not served with sparse indexers."""
     for asked, field, value, bound in (
         (device.type != "cpu", "device", f"a device of type {device.type}", "cpu"),
         (kv_dtype != "auto", "kv_dtype", f"KV in {kv_dtype}", "auto"),
@@ -194,11 +194,12 @@ def _prepare(
     *,
     cuda: bool,
 ) -> None:
-    """Weights in their format, operators, those of a GPU with `cuda`, and the proof that all of it serves exactly."""
+    """Prepares weights in their format and operators (those of a GPU with `cuda`), and proves that they serve
+    exactly."""
     say(f"operators: {described(model.kernels, model.sum_order)}")
     if weights != CHECKPOINT:
         say(quantise(model, weights, packer))
-    if model.group is not None:  # a rank has no memory for its part twice: weights are packed once they are checked
+    if model.group is not None:  # a rank cannot hold its part twice, so weights are packed after the checks
         modules.find_norms(model.module)
         say(f"self-check passed: {self_check.check(model)}")
         model.only_panels = weight_quantization.pack_in_place(model.module)
@@ -213,8 +214,8 @@ def _prepare(
 
 
 def _return_memory() -> None:
-    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
-    it to the system when asked, and so does torch with a GPU's, of which the KV pool gets what is not reserved."""
+    """Returns freed memory to the system. Memory that loading and checking freed, as much as the model's size, stays in
+    glibc's heap until glibc is asked; likewise torch's reserved GPU memory, which the KV pool would lack."""
     if torch.cuda.is_available():  # not yet run on a GPU
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -225,7 +226,7 @@ def _return_memory() -> None:
 def _checked_config(
     folder: Path, max_model_len: int | None, weights: str, group: RankGroup | None
 ) -> tuple[PreTrainedConfig, int, str | None]:
-    """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
+    """The checkpoint's config, the longest sequence, and the quantisation method, if any."""
     config = read_config(folder)
     max_len = max_length(config, max_model_len)
     check_positions(config, max_len)
@@ -240,7 +241,7 @@ def _checked_config(
 
 
 def _packer(device: torch.device, served_by: str) -> Packer | None:
-    """Makes codes that products are multiplied with on this device; None where nothing does."""
+    """The packer of codes for this device; None if the device has no products over codes."""
     if served_by != REFERENCE:
         return weight_quantization.PANELS
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -314,8 +315,8 @@ def _load_part(
     group: RankGroup,
     say: Callable[[str], None],
 ) -> tuple[PreTrainedModel, None, Whole | None]:
-    """The part of one rank, which meets the others in its forward, no packed weights, and what rank 0 has computed with
-    the whole."""
+    """The part of one rank, which meets the others in its forward; no packed weights; and the logits of the whole model
+    on rank 0."""
     expected: Whole | None = None
     with _loading(folder, config):
         shapes = _shapes(config, dtype)
@@ -330,7 +331,7 @@ def _load_part(
                     expected = cut_check.whole(streamed)
     if weights.strange is not None:
         say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
-        with group.in_turn():  # memory for the whole model at a time
+        with group.in_turn():  # only one rank holds the whole model at a time
             module, _ = _load_module(folder, files, config, dtype)
             expected = cut_check.whole(module) if group.rank == 0 else None
             own.take(module)
@@ -343,7 +344,7 @@ def _load_part(
 
 
 def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights. transformers' factory takes no tensors, and the class that it finds does."""
+    """The model without weights. transformers' factory accepts no tensors, but the class that it finds does."""
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         made: Any = auto.from_config(config, trust_remote_code=False, dtype=dtype, attn_implementation="eager")
@@ -358,7 +359,7 @@ def _add_generation(module: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
-    """What transformers raises inside is a CheckpointRefused."""
+    """Turns errors of transformers into CheckpointRefused."""
     if config.is_encoder_decoder:
         raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
     try:

@@ -1,11 +1,11 @@
-"""Loads one rank's part of a model, and reads no more of the files than that.
+"""Loads one rank's part of a model, and reads only this part of the files.
 
     shapes (meta) ─▶ engine.parallel.weight_cut.cut ─▶ a model of this rank's shapes ─▶ transformers fills it, from
     files ─────────▶ WeightFiles.read(name, part) ──────────────────────────────────────┘ parts that are read here
 
-transformers says which tensors of the files make up a parameter. Three ways are understood: one tensor; the experts of
-a layer, which become one parameter; and two such stacks side by side. A model with any other conversion is loaded whole
-on each rank in turn, and cut then (`load_model` says so).
+transformers maps tensors of the files to parameters. Three kinds are supported: one tensor; the experts of a layer,
+which become one parameter; and two such stacks side by side. A model with any other conversion is loaded whole by each
+rank in turn and then cut (`load_model` reports it).
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from transformers.core_model_loading import (
 from engine.kernels import weight_quantization
 from engine.parallel.weight_cut import Cut, Part
 
-STACKED = 0  # the dimension of a parameter along which experts follow each other
-BESIDE = 1  # along which two stacks of them do
+STACKED = 0  # the dimension along which experts are stacked
+BESIDE = 1  # the dimension along which two stacks are concatenated
 
 
 class _Tensor(NamedTuple):
-    """Of a file."""
+    """A tensor of a file."""
 
-    file: Any  # an open safetensors file, which reads what is asked of it and maps nothing
+    file: Any  # an open safetensors file, which reads on demand and maps nothing
     key: str
 
 
 class WeightFiles:
-    """The parameters of a model in a checkpoint's files, each read alone, whole or in part. Thread-safe."""
+    """The parameters of a model in a checkpoint's files; each can be read separately, whole or in part. Thread-safe."""
 
     def __init__(self, files: list[Path], shapes: PreTrainedModel) -> None:
         """`shapes` is the model without weights."""
         self.others: list[str] = []  # tensors of no parameter
         self._shapes = shapes
-        self._single: dict[str, _Tensor] = {}  # parameters that are one tensor as it is
+        self._single: dict[str, _Tensor] = {}  # parameters that are one unchanged tensor
         self._made: dict[str, _Made] = {}  # of several
         mapping = get_model_conversion_mapping(shapes)
         converter_of = {
@@ -75,7 +75,7 @@ class WeightFiles:
 
     @property
     def strange(self) -> str | None:
-        """A parameter that is made in a way that is not understood; its parts cannot be read."""
+        """A parameter with an unsupported conversion, whose parts cannot be read; None if there is none."""
         return next((name for name, made in self._made.items() if name in self._single or not made.understood()), None)
 
     @property
@@ -83,7 +83,7 @@ class WeightFiles:
         return [*self._single, *self._made]
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """A parameter in the files' dtype: as transformers makes it, or a part of it."""
+        """A parameter in the files' dtype, whole as transformers makes it, or a part."""
         if name in self._single:
             return _read(self._single[name], part)
         made = self._made[name]
@@ -97,7 +97,7 @@ class _Made(NamedTuple):
     stacks: dict[str, list[_Tensor]]  # by pattern of their names: the tensors of each expert
 
     def understood(self) -> bool:
-        """Whether it stacks experts, of one kind or of several whose stacks it then puts side by side."""
+        """Whether it stacks experts of one kind, or of several kinds whose stacks it then concatenates."""
         converter = self.converter
         merge, *more = converter.operations
         if len(converter.target_patterns) != 1 or set(self.stacks) != set(converter.source_patterns):
@@ -110,7 +110,7 @@ class _Made(NamedTuple):
 
     def whole(self, name: str, model: PreTrainedModel) -> torch.Tensor:
         """By transformers."""
-        converter: Any = deepcopy(self.converter)  # it takes futures and, as it says, functions
+        converter: Any = deepcopy(self.converter)  # it accepts futures and functions
         for pattern, stack in self.stacks.items():
             for tensor in stack:
                 converter.add_tensor(name, tensor.key, pattern, partial(_read, tensor, None))
@@ -131,7 +131,7 @@ class _Made(NamedTuple):
 
 
 class Deferred:
-    """In the place of a tensor of a state dict: transformers reads it when it takes all of it."""
+    """Replaces a tensor of a state dict; transformers reads it when it indexes it with an ellipsis."""
 
     def __init__(self, files: WeightFiles, name: str, part: Part | None) -> None:
         self._read = partial(files.read, name, part)
@@ -142,7 +142,7 @@ class Deferred:
 
 
 def load(shapes: PreTrainedModel, files: WeightFiles, cut: Cut, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """The model of one rank, not yet attached to the others, and what transformers reports of it."""
+    """The model of one rank, not yet attached to the others, and transformers' report."""
     kind = type(shapes)
 
     def of_this_rank(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
@@ -160,8 +160,8 @@ def load(shapes: PreTrainedModel, files: WeightFiles, cut: Cut, dtype: torch.dty
 
 @contextmanager
 def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The whole model inside, with one layer in memory at a time: each is read when it is called. `loaded`, a part of
-    it, has dtypes and buffers."""
+    """Yields the whole model with one layer in memory at a time: each layer is read when it is called. `loaded`, a part
+    of the model, provides dtypes and buffers."""
     for name, buffer in loaded.named_buffers():
         path, _, own = name.rpartition(".")
         shapes.get_submodule(path)._buffers[own] = buffer
@@ -184,7 +184,7 @@ def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedMode
                 module._parameters[own] = nn.Parameter(files.read(source).to(dtype), requires_grad=False)
 
         def empty(*_: Any, places: Any = places) -> None:
-            """Leaves no weight, on the device where it was: models move ids to that of a table."""
+            """Removes the weights, but keeps the device, because models move ids to the embedding's device."""
             for module, own, name in places:
                 like = loaded.get_parameter(name)
                 none = weight_quantization.nothing(module._parameters[own].shape, like.dtype, like.device)
@@ -202,7 +202,7 @@ def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedMode
 def _parameter_of(
     key: str, shapes: PreTrainedModel, mapping: list[Any], names: dict[str, torch.Tensor]
 ) -> tuple[str, str | None]:
-    """The parameter that a tensor of the files belongs to, and the pattern of its conversion; None if it is just it."""
+    """The parameter of a tensor of the files, and the pattern of its conversion; None if there is no conversion."""
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     name, pattern = rename_source_key(key, renamings, converters, shapes.base_model_prefix, names)
@@ -231,7 +231,8 @@ def _read(tensor: _Tensor, part: Part | None) -> torch.Tensor:
 
 
 def _of_stack(part: Part, first: int, rows: int) -> Part:
-    """Of each tensor `[rows, ...]` of a stack whose rows begin at `first` of the parameter `[experts, rows, ...]`."""
+    """The part of each tensor `[rows, ...]` of a stack whose rows begin at `first` of the parameter `[experts, rows,
+    ...]`."""
     assert part.dim > STACKED, "experts are cut, not shared out"
     if part.dim > BESIDE:
         return Part(part.dim - 1, part.stretches)
@@ -240,7 +241,7 @@ def _of_stack(part: Part, first: int, rows: int) -> Part:
 
 
 def _units(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Each decoder layer, and each module outside of these that has parameters of its own."""
+    """Each decoder layer, and each other module with its own parameters."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count

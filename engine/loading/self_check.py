@@ -1,4 +1,4 @@
-"""The self-check at every load: the paged path against plain eager attention, on the very model that will serve.
+"""The self-check at every load: the paged path against plain eager attention, with the model that will serve.
 
 A few random prompts run through pages in chunks, packed together, over scrambled block ids, and end in single-token
 steps; each step's last logits are compared with those of an eager forward over the whole prompt. The tokens are given
@@ -9,24 +9,24 @@ steps; each step's last logits are compared with those of an eager forward over 
 In float32 every correct family stays below 5e-5 and every wrong one above 2e-1, so 1e-3 decides, for the largest gap.
 
 A model in bfloat16 or float16 whose float32 copy fits into `COPY_LIMIT` bytes is checked on that copy, by the same
-rule; its own weights are put back untouched. One rank of several has no memory for a copy of its part, so there each
-module has its float32 weights while it runs. A larger model is checked in its own dtype. There the roundings of two
-correct paths differ, and in a mixture of experts a rounding may choose another expert at a few positions; so the gap of
-a prompt is the median over its positions, and it is held against twice what rounding alone does to this model: the gap
-between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
-families in bfloat16: correct paths have 0.1 to 0.7 of that noise, ignored windows and forgotten pasts gaps above 1.7.)
+rule; its own weights are put back untouched. One rank of several has no memory for such a copy, so each module has
+float32 weights only while it runs. A larger model is checked in its own dtype. There the roundings of two correct paths
+differ, and in a mixture of experts a rounding may choose another expert at a few positions; so the gap of a prompt is
+the median over its positions, and it is held against twice what rounding alone does to this model: the gap between the
+eager forward and itself with its input embeddings perturbed by half a unit in the last place. (Tiny models of each
+family in bfloat16: correct paths have 0.1 to 0.7 of that noise; ignored windows and lost contexts give gaps above 1.7.)
 
-Quantised weights are compared with torch's products over what their codes stand for, in float32: this checks the path,
-and says nothing about what the rounding of the weights does to the answers (`python -m loadtest quality`).
+Quantised weights are compared with torch's products over the weights that the codes represent, in float32. This checks
+the path, not the effect of rounding on answers (`python -m loadtest quality`).
 
-Quantised pages are compared with an eager forward over the K and V that they keep, and these with the forward's own:
-what is beyond one rounding is held against the same threshold (engine/attention/stored_kv.py).
+Quantised pages are compared with an eager forward over the stored K and V, and these with the forward's own K and V:
+the difference beyond one rounding must be below the same threshold (engine/attention/stored_kv.py).
 
-Sparse indexers choose at most CHOSEN tokens meanwhile, on both paths: with as many as they choose in service, no prompt
-would be long enough to leave one out, and sparse attention would be dense.
+Sparse indexers choose at most CHOSEN tokens during the check, on both paths: with their served number no prompt would
+be long enough to exclude a token, and sparse attention would be dense.
 
-What it cannot see is what its prompts do not reach. One prompt is longer than the smallest window or chunk where that
-is affordable; `Report.window_reached` says whether it was.
+The check covers only what its prompts reach. One prompt is longer than the smallest window or chunk if that is
+affordable; `Report.window_reached` says whether it was.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
 PROMPT_LENGTHS = (5, 21, 1)
 LONGEST, LONGEST_WINDOWED = 40, 1536  # tokens of the fourth prompt, without a window and at most with one
 CHOSEN = 8  # tokens that a sparse indexer chooses here
-WORK_CPU, WORK_DEVICE = 4e10, 4e13  # parameters x tokens that reaching a window may cost; about a second
+WORK_CPU, WORK_DEVICE = 4e10, 4e13  # maximum parameters x tokens to reach a window; about a second
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the self-check measured. `gap` and `threshold` are in standard deviations of the logits.
+    """The results of the self-check. `gap` and `threshold` are in standard deviations of the logits.
 
-    `kept_gap` is of quantised KV alone: by how much the worst element is off beyond its rounding, as a share of the
-    largest of its head.
+    `kept_gap` is for quantised KV only: the largest error of an element beyond its rounding, relative to the largest
+    element of its head.
     """
 
     gap: float
@@ -94,7 +94,7 @@ class Report:
 def check(model: ModelRunner) -> Report:
     """Compares the paged path with plain eager attention on random prompts; leaves the model on the paged path. Raises
     CheckpointRefused with the gap and the facts if they differ."""
-    recorded, model.recorded = model.recorded, None  # it holds the weights fast that the check may put away
+    recorded, model.recorded = model.recorded, None  # it holds the weights that the check may replace
     try:
         report = run(model)
     finally:
@@ -169,7 +169,7 @@ def _prompts(model: ModelRunner) -> list[list[int]]:
 
 
 def _compared(length: int) -> list[int]:
-    """How many tokens of a prompt have been seen at each comparison: the ends of its steps."""
+    """The number of a prompt's tokens at each comparison: the ends of its steps."""
     body = max(length - SINGLE_STEPS, 1)
     return [*range(CHUNK - 1, body, CHUNK - 1), *range(body, length + 1)]
 
@@ -205,7 +205,7 @@ def _paged(
     tables: list[list[int]],
     adapters: Sequence[int],
 ) -> list[torch.Tensor]:
-    """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
+    """The same logits from pages. Every step takes the next tokens of each unfinished prompt."""
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for step in range(max(map(len, ends))):
         active = [index for index, at in enumerate(ends) if step < len(at)]
@@ -214,7 +214,7 @@ def _paged(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )
         batch.adapters = [adapters[index] for index in active] if adapters else []
-        batch.slots = [len(prompts) - index for index in active]  # none is that of the sequence's place in the batch
+        batch.slots = [len(prompts) - index for index in active]  # no slot equals the sequence's place in the batch
         for index, row in zip(active, model.forward(pages, batch), strict=True):
             logits[index].append(row)
         if pages.states is not None:
@@ -232,7 +232,7 @@ def scrambled_pages(model: ModelRunner, lengths: list[int], block_size: int) -> 
 
 
 def pack(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:
-    """A batch of (tokens so far, how many of them are done, block table), with the logits of each last token."""
+    """A batch of (tokens so far, number of computed ones, block table), with the logits of each last token."""
     batch = Batch()
     for tokens, done, table in sequences:
         batch.add(tokens[done:], done, table, [len(tokens) - done - 1])
@@ -245,7 +245,7 @@ def _gap(model: ModelRunner, ours: list[torch.Tensor], theirs: list[torch.Tensor
 
 
 def _kept_gap(model: ModelRunner, kept: list[Stored]) -> float:
-    """The same of K and V beyond their rounding, over the tokens of each call; 0 where nothing is quantised."""
+    """The gap of K and V beyond their rounding, over the tokens of each call; 0 without quantisation."""
     return _worst(model, [share for each in kept for share in each.beyond])
 
 
@@ -297,8 +297,9 @@ def _float32_copy(model: ModelRunner) -> Iterator[None]:
 
 @contextmanager
 def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
-    """The same with one module's weights in float32 at a time, made anew whenever it runs; of a product, which may be
-    as large as the vocabulary, with a slice of them, and of an embedding with the rows that it looks up."""
+    """As `_float32_copy`, but with one module's weights in float32 at a time, converted whenever it runs: for a
+    product, which may be as large as the vocabulary, one slice at a time; for an embedding, the rows that it looks
+    up."""
     buffers = [each for each in model.module.buffers() if each.dtype == model.dtype]
     own, dtype = [each.data for each in buffers], model.dtype
     forwards: dict[nn.Module, Any] = {}  # methods of a module may call its forward as a function, which runs no hooks
@@ -328,7 +329,7 @@ def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
 
 
 def _widened(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with its weights of this type in float32."""
+    """The forward of a module with its weights of `dtype` in float32."""
     narrow = dict(module._parameters)
     for name, each in narrow.items():
         if each is not None and each.dtype == dtype:

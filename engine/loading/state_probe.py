@@ -1,12 +1,12 @@
-"""Learns what a model keeps of a sequence beside K and V, and proves that each recurrent layer can be served with it.
+"""Finds the recurrent states of a model, and proves that each recurrent layer can be served with them.
 
 One forward over transformers' own cache shows which module calls the cache's state interface (the *mixer*), the shapes
-and types of its states, and the argument that carries the cache. No names of classes or layer types are known here.
+and types of its states, and the argument that carries the cache. No names of classes or layer types are used.
 
-Then each mixer alone, in float32, with random numbers: all tokens at once without a cache against the same tokens in
-pieces, through the wrapper that serves (engine.runner.mixers). Some mixers do not continue several tokens from a state;
-transformers only ever gives them one token after the first chunk. Those get one token at a time. A mixer that is wrong
-even then, or keeps its state where this module cannot see it, refuses the model.
+Then each mixer runs alone, in float32, with random inputs: all tokens at once without a cache against the same tokens
+in pieces, through the serving wrapper (engine.runner.mixers). Some mixers cannot continue several tokens from a state,
+because transformers gives them single tokens after the first chunk; they get one token at a time. The model is refused
+if a mixer is wrong even then, or keeps its state elsewhere.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ STATE_LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *STATE_LAYERS)  # a dummy one keeps nothing
-# Installed, transformers uses them in the place of its own code, with states that may differ in more than their shape.
+# If installed, transformers uses these instead of its own code, with states that may differ in more than their shape.
 KERNELS, PLAIN = ("causal_conv1d", "fla", "mamba_ssm"), "transformers"
-PIECES = (5, 1, 9, 7, 1)  # tokens, of those of the proof
-# Standard deviations of a mixer's output. One that forgets its state is off by 0.06 and more. What a mixer's rounding
-# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much, and operators
-# by LIKE times as much as transformers in pieces.
+PIECES = (5, 1, 9, 7, 1)  # tokens of each piece in the check
+# Standard deviations of a mixer's output. A mixer that loses its state is off by 0.06 and more. The gap token by token,
+# which is how transformers decodes, measures its rounding: pieces may be off by LIKE times as much, and operators by
+# LIKE times as much as transformers in pieces.
 ROUNDING, MOST_ROUNDING, LIKE = 1e-5, 1e-4, 3.0
 ODD_ERRORS = (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError, AssertionError)
 
 
 class Recorder(DynamicCache):
-    """transformers' cache, which notes the module that asks for a state."""
+    """transformers' cache that records the module that requests a state."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -95,7 +95,7 @@ class Recorder(DynamicCache):
         raise CheckpointRefused("its layers call update_indexer")
 
     def states(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        """All that the layers keep, by layer; one sequence's each."""
+        """All states, by layer, of one sequence."""
         for number, layer in enumerate(self.layers):
             if isinstance(layer, STATE_LAYERS):
                 for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
@@ -130,7 +130,7 @@ def learn(model: PreTrainedModel, compiled: bool = False) -> Mixers | None:
 
 
 def _recorded(model: PreTrainedModel, tokens: int) -> tuple[Recorder, dict[nn.Module, str]]:
-    """The cache after a forward of so many tokens, and which argument has carried it into each module."""
+    """The cache after a forward of `tokens` tokens, and the argument that carried it into each module."""
     cache = Recorder(model.config)
     check_layers(cache, KNOWN_LAYERS)
     ids, positions = inputs(model, tokens)
@@ -148,7 +148,7 @@ def _recorded(model: PreTrainedModel, tokens: int) -> tuple[Recorder, dict[nn.Mo
 
 
 def check_layers(cache: DynamicCache, known: tuple[type, ...]) -> None:
-    """Raises CheckpointRefused for layers of a cache that keep what is not known."""
+    """Raises CheckpointRefused for cache layers of unknown kinds."""
     others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in known})
     if others:
         raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
@@ -156,7 +156,8 @@ def check_layers(cache: DynamicCache, known: tuple[type, ...]) -> None:
 
 @contextmanager
 def watched(model: PreTrainedModel, cache: Recorder) -> Iterator[dict[nn.Module, str]]:
-    """Inside, the cache knows which module's forward runs. Gives the argument that has carried it into each module."""
+    """Inside, the cache knows which module's forward runs. Yields the argument that carried the cache into each
+    module."""
     arguments: dict[nn.Module, str] = {}
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,9 +194,9 @@ def _mixers(model: PreTrainedModel, cache: Recorder, kept: dict[Key, Any], argum
 
 
 def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
-    """Decides how each mixer is served. Raises CheckpointRefused for one that is wrong in any case."""
+    """Decides how each mixer is served. Raises CheckpointRefused if one is wrong in every way."""
     calls = _arguments(model, mixers, sum(PIECES))
-    exact_of: dict[Any, bool] = {}  # by what bits depend on: the code and the shapes
+    exact_of: dict[Any, bool] = {}  # by the code and the shapes, which determine the bits
     for mixer in mixers.each:
         alone, facts = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument), mixers.facts_of(mixer)
         in_pieces = _gap(alone, calls[mixer.name], facts)
@@ -219,8 +220,8 @@ def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
 
 
 def _takes_operators(mixer: Mixer, alone: Mixer, given: dict[str, Any], facts: StateFacts, in_pieces: float) -> bool:
-    """Gives a mixer and its copy in float32, `alone`, the forward over Tandem's operators, unless there is none or it
-    computes something else."""
+    """Gives a mixer and its float32 copy `alone` the forward over Tandem's operators, unless there is none or its
+    results differ. Whether it did."""
     ours = with_operators(type(mixer.module))
     if ours is None:
         return False
@@ -235,7 +236,7 @@ def _takes_operators(mixer: Mixer, alone: Mixer, given: dict[str, Any], facts: S
 
 
 def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str, dict[str, Any]]:
-    """With which each mixer is called in a forward of so many tokens; the last call counts."""
+    """The arguments of each mixer in a forward of `tokens` tokens; the last call counts."""
     calls: dict[str, dict[str, Any]] = {}
     hooks = [
         mixer.module.register_forward_pre_hook(
@@ -255,8 +256,7 @@ def _arguments(model: PreTrainedModel, mixers: Mixers, tokens: int) -> dict[str,
 
 
 def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
-    """Of its output in PIECES, which follow one another from a state, to that of all tokens at once; in standard
-    deviations."""
+    """The gap, in standard deviations, between its output in consecutive PIECES and for all tokens at once."""
     given = {name: as_float(value) for name, value in given.items() if name != mixer.argument}
     with torch.inference_mode():
         whole = _flat(type(mixer.module).forward(mixer.module, **given, **{mixer.argument: None}))
@@ -264,7 +264,7 @@ def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
 
 
 def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts, dtype: torch.dtype) -> bool:
-    """Whether its output has the same bits all at once, in pieces and beside another sequence, in the model's dtype."""
+    """Whether its output has the same bits at once, in pieces, and next to another sequence, in the model's dtype."""
     given = {name: value for name, value in given.items() if name != mixer.argument}
     device = next(mixer.module.parameters()).device
     with exact(device):
@@ -314,7 +314,7 @@ def serving(mixers: Mixer | Mixers, memory: StateMemory) -> Iterator[Any]:
 
 @contextmanager
 def isolated(mixers: Mixers | None, tokens: int, like: torch.Tensor) -> Iterator[None]:
-    """Inside, each token of a forward of so many is a sequence of its own. `like`: a parameter of the model."""
+    """Inside, each of the forward's `tokens` tokens is a separate sequence. `like`: a parameter of the model."""
     if mixers is None:
         yield
         return
@@ -358,6 +358,6 @@ def _after(value: Any, more: Any) -> Any:
 
 
 def _flat(result: Any) -> torch.Tensor:
-    """`[tokens, ...]` of all tensors that a mixer returns."""
+    """All tensors that a mixer returns, as `[tokens, ...]`."""
     parts = result if isinstance(result, tuple) else (result,)
     return torch.cat([part.flatten(2) for part in parts if isinstance(part, torch.Tensor)], dim=-1)[0]

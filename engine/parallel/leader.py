@@ -1,10 +1,10 @@
-"""Rank 0's side of a worker of several ranks: starts the other ranks, has them run every step, and notices their end.
+"""Rank 0's side of a worker of several ranks: starts the other ranks, sends them every step, and detects their end.
 
     start ─▶ the others load their part, with rank 0 loading its own ─▶ joined ─▶ pages, step, step, ... ─▶ close
 
 The others are processes of this worker (engine/follower.py) and end with it. Rank 0 alone has the scheduler, the block
-pool, sampling and the network; pages are in memory that all ranks share, so a block is one block for whoever reads it.
-A rank that dies or stops ends the group: `together` raises Unavailable and `on_lost` is called, within two seconds.
+pool, sampling and the network; all ranks share the memory of the pages, so a block has the heads of all ranks. A rank
+that dies or stops ends the group: `together` raises Unavailable and `on_lost` is called, within two seconds.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tandem.errors import CheckpointRefused, TandemError, Unavailable
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[2]
-WATCH_S = 0.25  # between two looks at the beats
+WATCH_S = 0.25  # between two checks of the beats
 STALE_S = 1.5  # without a beat after the first, while this process runs: stopped
-START_S = 120.0  # until the first beat: its process imports libraries
+START_S = 120.0  # until the first beat, because the process imports libraries
 JOIN_S = 900.0  # for the slowest rank to have loaded its part, after rank 0 has
 END_S = 2.0  # for a rank to end by itself
 SEND_S = 10.0  # for a rank to take a message
@@ -58,7 +58,7 @@ class Ranks:
         self.on_lost: Callable[[TandemError], object] | None = None  # called once, on the thread that noticed
         self._numbers: weakref.WeakKeyDictionary[KvCache, int] = weakref.WeakKeyDictionary()
         self._made = 0  # pages, ever
-        self._gone: list[int] = []  # pages of which the others have not been told yet that they are free
+        self._gone: list[int] = []  # freed pages that the other ranks do not know of yet
         self._joined = False
         self.memory: list[RankMemory] = []  # of each other rank, once they have joined
         self._ended = threading.Event()
@@ -79,18 +79,18 @@ class Ranks:
         self._watcher.start()
 
     def wait_joined(self) -> None:
-        """Until every rank has loaded and checked its part. Raises CheckpointRefused with a rank's reason, Unavailable
-        if one has ended without."""
+        """Waits until every rank has loaded and checked its part. Raises CheckpointRefused with a rank's reason,
+        Unavailable if a rank ended without one."""
         if (why := self._reports(JOIN_S)) is not None:
             raise why
         self._joined = True
 
     def why_not_loaded(self) -> TandemError:
-        """The first reason that a rank has given, or that one has ended without any."""
+        """The first reason of a rank, or an error for a rank that ended without one."""
         return self._reports(END_S) or self._ended_silently()
 
     def _reports(self, timeout: float) -> TandemError | None:
-        """What the ranks say of their load, each in `timeout` seconds: the first bad news, None if there is none."""
+        """Waits `timeout` seconds for each rank's report of its load: the first error, None if there is none."""
         worst: TandemError | None = None
         for rank, connection in enumerate(self._connections, 1):
             connection.settimeout(timeout if worst is None else END_S)
@@ -124,20 +124,20 @@ class Ranks:
         return memory
 
     def know(self, pages: KvCache) -> None:
-        """These are the pages in the memory that was shared last."""
+        """Associates the pages with the memory that was shared last."""
         self._numbers[pages] = self._made
         weakref.finalize(pages, self._gone.append, self._made).atexit = False
 
     def capture(self, pages: KvCache, spare: int, max_running: int) -> None:
-        """Has the other ranks capture decode steps over these pages while this one does; all of them can, or none."""
+        """Makes the other ranks capture decode steps over these pages together with this one; all succeed or none."""
         about = {"number": self._numbers[pages], "spare": spare, "max_running": max_running}
         self._tell(CAPTURE, rank_messages.of_json(about))
 
     @contextmanager
     def together(self, pages: KvCache, batch: Batch, captured: bool) -> Iterator[None]:
-        """Has the other ranks run this step while rank 0 does so inside. Raises Unavailable when one is lost, and for
-        every error of rank 0's own: the others are in the middle of a step then, so the group is over. Such an error is
-        not told to `on_lost`: the sequences of the step may be its reason."""
+        """Makes the other ranks run this step while rank 0 runs it inside. Raises Unavailable if a rank is lost, and
+        for every error of rank 0, because the others are then in the middle of a step and the group ends. `on_lost`
+        does not receive such an error: the step's sequences may be the cause."""
         if gone := [self._gone.pop() for _ in range(len(self._gone))]:
             self._tell(FREE, rank_messages.of_json({"numbers": gone}))
         self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch, captured))
@@ -176,11 +176,11 @@ class Ranks:
             self.lost = Unavailable("the ranks of this worker have ended", reason="RANK_LOST")
 
     def _watch(self) -> None:
-        """Notices the end of a rank at once, and one that stands still, also while no step runs."""
+        """Detects ended ranks at once, and frozen ones by their beats, also while no step runs."""
         poll = select.poll()
         ranks: dict[int, int] = {}
         for rank, process in enumerate(self._processes, 1):
-            with suppress(OSError):  # it has ended already: `poll` of the process says so
+            with suppress(OSError):  # it has ended already, as `poll` of the process shows
                 ranks[os.pidfd_open(process.pid)] = rank
         for file in ranks:
             poll.register(file, select.POLLIN)
@@ -192,7 +192,7 @@ class Ranks:
                 self._lose(f"rank {ended[0]} has ended with status {self._processes[ended[0] - 1].wait()}")
                 break
             now, seen = monotonic(), self.group.beats()
-            lived, last = min(now - last, 2 * WATCH_S), now  # time in which this process stood still does not count
+            lived, last = min(now - last, 2 * WATCH_S), now  # time in which this process was stopped does not count
             silent = [
                 quiet + lived if before == after else 0.0
                 for quiet, before, after in zip(silent, beats, seen, strict=True)
@@ -211,7 +211,7 @@ class Ranks:
         if hasattr(self, "group") and (self.lost is not None or not self._joined):
             self.group.break_off()  # a rank may be in the middle of a step, or of its load
         for connection in self._connections:
-            connection.close()  # a rank without a step ends at that
+            connection.close()  # a rank without a step ends then
         deadline = monotonic() + END_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -234,7 +234,7 @@ def start_rank(rank: int, size: int, memory: int) -> tuple[socket.socket, subpro
             [sys.executable, "-m", "engine.follower", *map(str, (its.fileno(), memory, rank, size))],
             pass_fds=(its.fileno(), memory),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a worker prints on stdout has a meaning
+            stdout=2,  # a worker's stdout has a defined format
             env=os.environ | {"PYTHONPATH": path},
         )
     except BaseException:

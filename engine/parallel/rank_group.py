@@ -1,4 +1,4 @@
-"""One process's place among the ranks of a model: processes of one host that each hold a part of every layer.
+"""The group of a model's ranks, from one rank's view: processes of one host that each hold a part of every layer.
 
 All ranks run the same forward over the same batch and meet in `torch.ops.tandem.all_reduce` and `all_gather`
 (engine/kernels/collectives.cpp), over memory that they share. A rank that dies, stops or loses step breaks the group:
@@ -17,7 +17,7 @@ import torch
 from engine.kernels import CPU, REFERENCE, serving
 from tandem.errors import CheckpointRefused, SettingsError
 
-STEP_END, AGREEMENT, TURN = 0, -1, -2  # sites that belong to no module of a model; those of modules count from 1
+STEP_END, AGREEMENT, TURN = 0, -1, -2  # sites without a module; those of modules count from 1
 DIGEST_BYTES = 16
 LARGE_PAGE = 2 << 20
 
@@ -30,7 +30,7 @@ class RankGroup:
         self.number: int = torch.ops.tandem.open_group.default(memory, rank, size)
 
     def all_reduce(self, x: torch.Tensor, site: int) -> torch.Tensor:
-        """The sum of every rank's `x`, the same bits on each. `site` tells one call of a forward from another."""
+        """The sum of every rank's `x`, the same bits on each. `site` identifies the call within a forward."""
         out: torch.Tensor = torch.ops.tandem.all_reduce.default(x, self.number, site)
         return out
 
@@ -45,7 +45,7 @@ class RankGroup:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """One rank after the other is inside. Raises RuntimeError if a rank before this one fails there."""
+        """Ranks enter one after another. Raises RuntimeError if an earlier rank fails inside."""
         for _ in range(self.rank):
             torch.ops.tandem.group_barrier.default(self.number, TURN)
         yield
@@ -59,7 +59,7 @@ class RankGroup:
             raise CheckpointRefused(f"the {self.size} ranks of a worker do not have the same {what}")
 
     def all_say(self, yes: bool) -> bool:
-        """Whether every rank says so; returns when all have."""
+        """Whether every rank passes True; returns when all have called it."""
         said = self.all_gather(torch.tensor([yes], dtype=torch.uint8), AGREEMENT)
         return bool(said.all().item())
 
@@ -75,7 +75,7 @@ class RankGroup:
         return broken
 
     def break_off(self) -> None:
-        """Every rank that waits, or calls anything later, raises. Safe on any thread, and after `close`."""
+        """Makes every waiting and later call of all ranks raise. Safe on any thread, and after `close`."""
         with suppress(RuntimeError):
             torch.ops.tandem.break_group.default(self.number)
 

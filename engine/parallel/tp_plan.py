@@ -1,4 +1,4 @@
-"""The plan by which transformers cuts a model for tensor parallelism, and what Tandem needs of it.
+"""transformers' tensor-parallel plan for a model, and the checks of it.
 
 A plan has a style for each module or bare parameter, named as in the model, with * for the number of a layer:
 
@@ -23,7 +23,7 @@ from tandem.settings import Settings
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
 SPLIT = frozenset({"rowwise_split_input", "rowwise_rep"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
-# What these change in transformers is the gradient alone, or the sharing of a table that every rank of ours has whole.
+# In transformers these affect only gradients, or the sharing of a table that here every rank has whole.
 KEPT = frozenset(
     {
         *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"),
@@ -35,7 +35,7 @@ KNOWN = CUT | SUMMED | KEPT
 ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers that keep only K and V
 
 
-# Settings that have not been made to work by several ranks, and the values with which they are as if absent.
+# Settings that several ranks do not support, and their values that count as absent.
 WITHOUT: dict[str, tuple[object, ...]] = {
     "weights": ("checkpoint",),
     "adapters": ({},),
@@ -46,7 +46,7 @@ WITHOUT: dict[str, tuple[object, ...]] = {
 
 
 def check_settings(settings: Settings, ranks: int, device: str) -> None:
-    """Raises SettingsError for what a worker of `ranks` ranks does not serve."""
+    """Raises SettingsError for settings that a worker of `ranks` ranks does not support."""
     if device != "cpu":
         raise SettingsError(f"{ranks} ranks serve a worker on CPU only", field="device", bound="cpu with --tp")
     for name, absent in WITHOUT.items():

@@ -1,13 +1,14 @@
-"""Which part of a model one rank has, by the plan that transformers has for it, and where the ranks meet.
+"""Determines each rank's part of a model, by transformers' plan, and the points where the ranks meet.
 
     q, k, v [heads * d, in]     this rank's heads      o [out, heads * d]     its columns, then the sum of all ranks
     gate, up [wide, in]         its part of `wide`     down [out, wide]       its columns, then the sum
     experts                     each expert likewise   head [vocab, in]       its part of the vocabulary, then all parts
     embedding [vocab, out]      its part of the vocabulary; rows of other ranks are zeros, then the sum
 
-The plan names modules; nothing here knows a family. Of KV heads that are fewer than ranks each is on several ranks,
-which compute the same bits. What is not cut is whole on every rank: norms, latent projections, and a vocabulary that
-the ranks cannot share. `cut` needs no weights, only shapes: engine/loading/part_loader.py then reads the parts.
+The plan names modules; no code is specific to a model family. If there are fewer KV heads than ranks, each head is on
+several ranks, which compute the same bits. Everything else is whole on every rank: norms, latent projections, and a
+vocabulary that the ranks cannot share. `cut` needs no weights, only shapes: engine/loading/part_loader.py then reads
+the parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import CUT, GATHERED, KNOWN, SPLIT, SUMMED
 from tandem.errors import CheckpointRefused
 
-HELD = "_tandem_held"  # of an attention module: a HeldHeads, where it has only some of the KV heads
+HELD = "_tandem_held"  # attribute of an attention module with only some of the KV heads: a HeldHeads
 KV = ("k_proj", "v_proj")
 # Attention's products that may be cut by rows: their rows are heads, one after the other.
 BY_HEADS = frozenset({"q_proj", *KV, "q_b_proj", "kv_b_proj"})
@@ -35,28 +36,28 @@ BY_HEADS = frozenset({"q_proj", *KV, "q_b_proj", "kv_b_proj"})
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a parameter: along `dim`, stretches (start, length), one behind the other."""
+    """A rank's part of a parameter: stretches (start, length) along `dim`, concatenated."""
 
     dim: int
     stretches: tuple[tuple[int, int], ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """In memory of its own."""
+        """The part of `whole`, copied."""
         return torch.cat([whole.narrow(self.dim, *stretch) for stretch in self.stretches], self.dim)
 
 
 @dataclass
 class Cut:
-    """One rank's part of a model. `parts` are of parameters by name; those that are missing are whole."""
+    """One rank's part of a model. `parts` are by parameter name; missing parameters are whole."""
 
     group: RankGroup
     parts: dict[str, Part] = field(default_factory=dict)
-    meet: list[Callable[[PreTrainedModel], object]] = field(default_factory=list)  # puts the calls of the group in
+    meet: list[Callable[[PreTrainedModel], object]] = field(default_factory=list)  # inserts the group's calls
     sites: int = 0
     done: Counter[str] = field(default_factory=Counter)
 
     def take(self, model: PreTrainedModel) -> None:
-        """Leaves a model with whole parameters, or with shapes alone, this rank's part; ties stay."""
+        """Reduces a model, with weights or with shapes only, to this rank's part; ties stay."""
         taken: dict[int, nn.Parameter] = {}
         for name, part in self.parts.items():
             path, _, own = name.rpartition(".")
@@ -67,7 +68,7 @@ class Cut:
                 taken[id(whole)] = nn.Parameter(part.of(whole.data), requires_grad=False)
             module._parameters[own] = taken[id(whole)]
             if isinstance(module, nn.Embedding):
-                module.padding_idx = None  # a place in the whole table; it means something for gradients alone
+                module.padding_idx = None  # an index into the whole table, used for gradients only
 
     def attach(self, model: PreTrainedModel) -> None:
         """Makes a model that has this rank's part meet the others in its forward."""
@@ -109,7 +110,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> Cut:
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
-    """Of a module or a bare parameter, whose layer's number is * in the plan."""
+    """The plan's style for a module or a bare parameter; the plan has * for a layer's number."""
     return plan.get(".".join("*" if part.isdigit() else part for part in name.split(".")))
 
 
@@ -119,7 +120,7 @@ def _check(style: str, name: str) -> None:
 
 
 def _check_layers(model: PreTrainedModel, done: Counter[str]) -> None:
-    """That every layer ends in sums: a model that is computed whole on every rank has nothing of several ranks."""
+    """Checks that every layer has sums: otherwise every rank would compute the whole model."""
     layers = model.config.get_text_config().num_hidden_layers
     sums = sum(count for style, count in done.items() if style in SUMMED or style in SPLIT or style == "rowwise")
     if sums < layers:
@@ -140,7 +141,7 @@ def _even(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
 
 
 def _packed(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
-    """The part of two weights that lie behind each other along `dim`."""
+    """The part of two weights that are concatenated along `dim`."""
     half, odd = divmod(shape[dim], 2)
     if odd:
         raise CheckpointRefused(f"{name} has {shape[dim]} rows or columns, which are not two weights in one")
@@ -148,7 +149,7 @@ def _packed(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
 
 
 def _bare(own: Cut, weight: torch.Tensor, style: str, name: str) -> None:
-    """A parameter that no product owns: [experts, out, in], or one number for each head or column."""
+    """Cuts a parameter that is not a product's: [experts, out, in], or one number for each head or column."""
     rows = max(weight.ndim - 2, 0)
     if style == "colwise":
         own.parts[name] = _even(weight.shape, rows, own.group, name)
@@ -209,7 +210,7 @@ def _columns_out(own: Cut, module: nn.Linear, where: tuple[str, str, nn.Module])
 
 
 def _vocabulary(own: Cut, model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
-    """Cuts the table of input embeddings, which no plan does, unless a head that is tied to it stays whole."""
+    """Cuts the table of input embeddings, which plans do not, unless a tied head stays whole."""
     whole: Any = model  # transformers' accessors are not typed
     table, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     names = {id(module): name for name, module in modules.items()}
@@ -225,7 +226,7 @@ def _vocabulary(own: Cut, model: PreTrainedModel, modules: dict[str, nn.Module])
 
 
 def _fit_groups(module: nn.Module) -> None:
-    """Query heads for each KV head, of which transformers' eager attention keeps a number."""
+    """Corrects the number of query heads per KV head that transformers' eager attention stores."""
     held = held_heads(module)
     query, key = getattr(module, "q_proj", None), getattr(module, "k_proj", None)
     if held is not None and hasattr(module, "num_key_value_groups"):
@@ -263,7 +264,7 @@ def _no_bias(name: str, model: PreTrainedModel) -> None:
 
 
 def _look_up_part(name: str, group: RankGroup, site: int, rows: tuple[int, int], model: PreTrainedModel) -> None:
-    """Ids below or beyond those of all ranks raise IndexError, as with one rank."""
+    """Looks up this rank's rows. Ids outside the whole vocabulary raise IndexError, as with one rank."""
     module: Any = model.get_submodule(name)
     first, count = rows
 
