@@ -1,8 +1,7 @@
 """The engine's own thread, and how asyncio code talks to it.
 
-Everything that touches an Engine happens on this thread: it is built here, then come steps while there is work, and
-between steps the calls that others submitted. Progress of one step goes to each event loop in one wake-up, however
-many sequences it moved.
+Everything that touches an Engine happens on this thread: its construction, steps while there is work, and submitted
+calls between steps. The progress of one step reaches each event loop in one wake-up, for all sequences.
 
 The engine is built here because OpenMP gives each computing thread its own helper threads. A second computing thread
 would leave its helpers running, and with more helpers than cores they all sleep after each operator instead of
@@ -94,18 +93,18 @@ class SequenceStream:
             self._wake.set()
 
 
-LEAST_STEP_S = 2.0  # no step counts as hung before
-TIMES = 10.0  # as long as expected
+LEAST_STEP_S = 2.0  # minimum time after which a step counts as hung
+TIMES = 10.0  # times the expected duration
 UNKNOWN_S = 60.0  # for a step while the engine has not measured any
 SHORT_CONTEXT = 4096  # tokens; attention to longer contexts makes a step longer than its number of tokens suggests
-EXPANDING = 0.1  # of computing a prompt token: about the most that expanding the latent of one token takes
+EXPANDING = 0.1  # share of a prompt token's computation: about the maximum for expanding the latent of one token
 GRAMMAR_S, GRAMMAR_TOKEN_S = 5.0, 0.05  # for each sequence with a mask, and for each token that it has to match first
-BY_A_STEP = ("ENGINE_BROKEN", "ENGINE_STUCK")  # reasons for which the sequences of the step may be at fault
-CALL_S = 30.0  # for what others have done between two steps; loading an adapter takes longest
+BY_A_STEP = ("ENGINE_BROKEN", "ENGINE_STUCK")  # reasons that the step's sequences may have caused
+CALL_S = 30.0  # for a call between two steps; loading an adapter takes longest
 
 
 class UnderWay(NamedTuple):
-    """What the engine's thread currently does."""
+    """The current work of the engine's thread."""
 
     # Each piece of work has its own: a step, each forward of its drafter, its wait for masks.
     number: tuple[int, int, int]
@@ -116,7 +115,7 @@ class EngineThread:
     engine: Engine
 
     def __init__(self, make: Callable[[], Engine]) -> None:
-        """`await built()` before anything else."""
+        """Await `built()` first."""
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the thread that finds it
         self.after_iteration: Callable[[], object] | None = None  # called after each iteration, on the engine thread
@@ -137,7 +136,7 @@ class EngineThread:
         self._thread.start()
 
     async def built(self) -> None:
-        """Until the engine is there. Raises what `make` raises."""
+        """Waits until the engine is built. Raises the errors of `make`."""
         await asyncio.wrap_future(self._built)
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -193,7 +192,7 @@ class EngineThread:
         return await asyncio.wrap_future(self.engine.grammars.compile(sampling.grammar))
 
     async def add(self, sequence: Sequence) -> SequenceStream:
-        """Start a sequence and watch it."""
+        """Starts a sequence and watches it."""
         watch = SequenceStream()
 
         def start() -> None:
@@ -204,7 +203,7 @@ class EngineThread:
         return watch
 
     async def join(self, sequence: Sequence, first_token: int | None) -> SequenceStream:
-        """Let a reserved sequence run and watch it; a first token that ends it shows as one Progress."""
+        """Lets a reserved sequence run and watches it; a first token that ends it appears as one Progress."""
         watch = SequenceStream()
 
         def start() -> None:
@@ -222,7 +221,7 @@ class EngineThread:
         return watch
 
     async def drop(self, sequence_id: str) -> None:
-        """End a sequence and free its blocks, between two steps. Safe to call twice."""
+        """Ends a sequence and frees its blocks, between two steps. Safe to call twice."""
 
         def end() -> None:
             self._watches.pop(sequence_id, None)
@@ -311,8 +310,8 @@ class EngineThread:
 
     def _most_s(self, waiting: bool, drafting: Drafting) -> float:
         """Seconds after which the running step counts as hung. `waiting`: for its masks. Unmeasured work counts as
-        prompt tokens, which cost at least as much: tokens with which a drafter catches up, drafts to be verified, and
-        latents that each step expands."""
+        prompt tokens, which cost at least as much: tokens that a drafter still has to compute, drafts to be verified,
+        and latents that each step expands."""
         engine, plan = self.engine, list(self.engine.plan)
         if not engine.pace.step_s:
             return UNKNOWN_S

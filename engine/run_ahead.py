@@ -5,12 +5,12 @@
 
 A *flight* is a queued decode step. Each of its sequences gets one token, which depends only on logits, seed and
 position. The next flight reads these tokens on the device, so its results have the same bits as a step that is planned
-after the host has them. The next flight is queued only if the scheduler would plan exactly this batch: no sequence
+after the host has read them. The next flight is queued only if the scheduler would plan exactly this batch: no sequence
 waits, every running sequence is in the current flight, and each gets a free or cached block.
 
-Sequences that reach their length limit are left out of the next flight. A sequence that turns out to have ended at a
-stop token, or is dropped meanwhile, leaves `rows`, and its result is discarded. All other steps run on the engine's
-waiting path once the flight has landed: nothing is admitted or preempted while a flight is queued.
+Sequences that reach their length limit are left out of the next flight. A sequence that has ended at a stop token, or
+is dropped meanwhile, leaves `rows`, and its result is discarded. All other steps run on the engine's waiting path once
+the flight has landed: nothing is admitted or preempted while a flight is queued.
 
 **A flight owns the blocks that it writes**, one for each row, in addition to their sequences. So a sequence may be
 dropped at any time: no block becomes free while the device may still write to it. Blocks in the prefix cache are full,
@@ -47,7 +47,7 @@ class Tokens:
         self._wait = done_behind(chosen.device)
 
     def read(self) -> list[int]:
-        """Waits for this step, not for those behind it."""
+        """Waits for this step, not for later ones."""
         self._wait()
         tokens: list[int] = self._host.tolist()
         return tokens
@@ -84,7 +84,7 @@ class RunAhead:
         )
 
     def waiting(self) -> Flight | None:
-        """The flight to land next. One that all its sequences have left lands here: raises what ended the device."""
+        """The flight to land next. A flight without sequences lands here, which raises the device's errors."""
         if self.flight is not None and not self.flight.rows:
             self.land(self.flight)
             self.flight = None
@@ -95,7 +95,7 @@ class RunAhead:
         return self._launch([sequence for sequence, _ in plan])
 
     def launch_behind(self, flight: Flight) -> None:
-        """Queues the step behind `flight`, which has not landed, if that step is known by now."""
+        """Queues the step after `flight`, which has not landed, if that step can be planned now."""
         self.flight = None
         going = [sequence for sequence in flight.rows if len(sequence.tokens) + 1 < sequence.max_len]
         alone = not self._scheduler.waiting and len(self._scheduler.running) == len(flight.rows)
@@ -103,19 +103,19 @@ class RunAhead:
             self.flight = self._launch(going, flight)
 
     def land(self, flight: Flight) -> list[int]:
-        """Its tokens, when the device has chosen them; -1 where none is possible."""
+        """Waits for its tokens; -1 where none is possible."""
         tokens = flight.tokens.read()
         self.owners.remove(flight.owner)
         self._pool.drop(flight.owner)
         return tokens
 
     def leave(self, sequence: Sequence) -> None:
-        """It is over: what is computed for it is ignored."""
+        """The sequence has ended: its results are discarded."""
         if self.flight is not None:
             self.flight.rows.pop(sequence, None)
 
     def abandon(self) -> None:
-        """After a failure: no flight's tokens count."""
+        """After a failure, discards all flights."""
         if self.owners:
             device_done(self._model.device)
         while self.owners:
@@ -125,11 +125,11 @@ class RunAhead:
     # ---- inside
 
     def _grow(self, sequence: Sequence) -> bool:
-        """A place for the token that the flight chooses."""
+        """Takes a place for the token that the flight chooses."""
         return self._pool.grow(sequence.id, self._pool.blocks_for(len(sequence.tokens) + 1))
 
     def _launch(self, sequences: list[Sequence], behind: Flight | None = None) -> Flight:
-        """Queues their next step, or, behind a flight, the one after that."""
+        """Queues their next step, or with `behind` the step after that flight."""
         batch, written = Batch(), []
         for sequence in sequences:
             table, place = self._pool.table(sequence.id), sequence.num_computed + (behind is not None)
@@ -155,5 +155,5 @@ class RunAhead:
 
 
 def _plain(sampling: Sampling) -> bool:
-    """Whether the logits, the seed and the position decide a token, and nothing is asked but the token."""
+    """Whether a token depends only on logits, seed and position, and only the token is requested."""
     return not sampling.adjusts and sampling.grammar is None and sampling.logprobs is None

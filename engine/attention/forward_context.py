@@ -69,7 +69,7 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 def done_behind(device: torch.device) -> Callable[[], object]:
     """Returns a function that waits until the device has done everything that this thread has queued so far; on CPU it
-    has. (CUDA: not yet run on a GPU.)"""
+    returns at once. (CUDA: not yet run on a GPU.)"""
     if device.type != "cuda":
         return lambda: None
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -78,24 +78,24 @@ def done_behind(device: torch.device) -> Callable[[], object]:
 
 
 def device_done(device: torch.device) -> None:
-    """Waits until then."""
+    """Waits until the device has done everything that this thread has queued so far."""
     done_behind(device)()
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Of the device, or of the host, whose allocator raises a plain RuntimeError."""
+    """Whether memory of the device or of the host is exhausted; the host's allocator raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @dataclass
 class Batch:
-    """What one packed forward needs.
+    """The inputs of one packed forward.
 
     `token_ids` and `positions` are packed, one entry for each new token. The other lists have one entry for each
     sequence: `context_lens` counts the tokens whose KV is in pages AFTER this step (done + query_len), and
-    `block_tables` holds the block ids that cover them in order (longer is fine). `logits_at` are indices into the
-    packed tokens whose logits are wanted, in the order wanted: none of a sequence in the middle of its prompt, the last
-    one of a sequence that decodes, several of one whose drafts are verified or whose prompt is scored.
+    `block_tables` holds the block ids that cover them in order (longer is fine). `logits_at` are indices of the packed
+    tokens whose logits are wanted, in that order: none in the middle of a prompt, the last token of a decoding
+    sequence, several for drafts or a scored prompt.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Batch:
     block_tables: list[list[int]] = field(default_factory=list)
     logits_at: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)  # slot of each sequence, -1 for none; empty: none has one
-    slots: list[int] = field(default_factory=list)  # of each sequence's recurrent states; unused where there are none
+    slots: list[int] = field(default_factory=list)  # of each sequence's recurrent states; unused without such layers
     fed: torch.Tensor | None = None  # int64 [tokens] on the device, used instead of `token_ids`: the host lacks them
 
     def add(self, tokens: Sequence[int], done: int, table: list[int], wanted: Iterable[int] = ()) -> None:
@@ -120,7 +120,7 @@ class Batch:
         self.logits_at += [start + place for place in wanted]
 
     def check(self, block_size: int, num_blocks: int) -> None:
-        """Our own invariants; AssertionError with the numbers when the engine has packed nonsense."""
+        """Checks invariants of the engine; raises AssertionError with the numbers."""
         total, sequences = sum(self.query_lens), len(self.query_lens)
         assert total > 0, "an empty batch has nothing to forward"
         assert len(self.token_ids) == len(self.positions) == total, (
@@ -139,7 +139,7 @@ class Batch:
         assert all(0 <= index < total for index in self.logits_at), f"logits_at {self.logits_at} outside the batch"
 
     def check_slots(self, slots: int) -> None:
-        """The same for a model that keeps recurrent states, with so many slots."""
+        """As `check`, for a model with recurrent states and `slots` slots."""
         assert len(self.slots) == len(self.query_lens), f"{len(self.slots)} slots of {len(self.query_lens)} sequences"
         assert len(set(self.slots)) == len(self.slots), f"two sequences have one state slot: {self.slots}"
         assert all(0 <= slot < slots for slot in self.slots), f"state slots {self.slots} outside 0..{slots - 1}"
@@ -170,7 +170,7 @@ class Step:
         self.pages = pages
         self.facts = facts
         self.device = device
-        self.compiled = compiled  # the compiled operators are there and wanted
+        self.compiled = compiled  # whether to use the compiled operators
         self.cuda_kernel = cuda_kernel  # serves the attention calls that it can
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # computed once by the attention function, for all its calls

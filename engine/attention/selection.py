@@ -1,14 +1,14 @@
-"""What sparse attention adds to a plan: each row attends to the positions that an indexer has chosen for it.
+"""Sparse attention as a mask: each row attends to the positions that an indexer has chosen for it.
 
-It is a mask over the whole context, so it costs what dense attention does. Positions after the row's own are among the
-chosen ones where there are fewer tokens than the indexer chooses; the plan's own mask hides them.
+The mask covers the whole context, so sparse attention costs as much as dense attention. If there are fewer tokens than
+the indexer chooses, the chosen positions include later ones, which the plan's own mask hides.
 """
 
 from __future__ import annotations
 
 import torch
 
-NOTHING = -1  # in the place of a position, in rows that are filled up
+NOTHING = -1  # padding of rows in place of a position
 
 
 def chosen(

@@ -28,7 +28,7 @@ class BlockPool:
         self.total = total
         self.block_size = block_size
         self._free = list(range(total))  # a heap: low numbers first, so that tables tend to be runs of neighbours
-        self._holders = [0] * total  # in how many tables a block is
+        self._holders = [0] * total  # number of tables that have a block
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # without an owner; oldest first
@@ -52,14 +52,14 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now; cached ones are given up for the asking."""
+        """Blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def table(self, owner: str) -> list[int]:
-        """The owner's blocks in order. The pool's own list: read it, do not change it."""
+        """The owner's blocks in order. This is the pool's own list: do not change it."""
         return self._tables[owner]
 
     def owners(self) -> list[str]:
@@ -69,7 +69,7 @@ class BlockPool:
         return owner in self._tables
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks with these hashes are here."""
+        """The number of leading hashes whose blocks are in the pool."""
         for count, digest in enumerate(hashes):
             if digest not in self._block_of:
                 return count
@@ -82,9 +82,9 @@ class BlockPool:
     # ---- changes; each is atomic
 
     def take(self, owner: str, hashes: Sequence[bytes], count: int) -> int | None:
-        """Give `owner` a table of `count` blocks whose leading ones are reused where `hashes` match.
+        """Gives `owner` a table of `count` blocks; the leading ones are reused as far as `hashes` match.
 
-        Returns the number of reused blocks, or None for "not now": nothing has changed then.
+        Returns the number of reused blocks, or None for "not now", without any change.
         """
         if owner in self._tables:
             raise ValueError(f"{owner} already owns blocks")
@@ -97,7 +97,7 @@ class BlockPool:
         return len(reused)
 
     def grow(self, owner: str, count: int) -> bool:
-        """Make the owner's table `count` blocks long. False for "not now": nothing has changed then."""
+        """Extends the owner's table to `count` blocks. False for "not now", without any change."""
         table = self._tables[owner]
         missing = count - len(table)
         if missing > self.available:
@@ -107,7 +107,7 @@ class BlockPool:
         return True
 
     def share(self, owner: str, blocks: Sequence[int]) -> None:
-        """Give `owner` a table of blocks that others hold: they come free when it has given them up, too."""
+        """Gives `owner` a table of blocks that other owners hold; they become free when it has dropped them, too."""
         if owner in self._tables:
             raise ValueError(f"{owner} already owns blocks")
         for block in blocks:
@@ -132,11 +132,11 @@ class BlockPool:
                 self._forget(block)
 
     def drop(self, owner: str) -> None:
-        """Give up the owner's blocks: known prefixes become cached, the rest free."""
+        """Drops the owner's blocks: known prefixes become cached, the rest free."""
         self._let_go(self._tables.pop(owner))
 
     def shorten(self, owner: str, count: int) -> None:
-        """Give up the last `count` blocks of the owner's table, likewise."""
+        """Drops the last `count` blocks of the owner's table, likewise."""
         table = self._tables[owner]
         kept = len(table) - count
         self._let_go(table[kept:])
@@ -153,11 +153,11 @@ class BlockPool:
                 heapq.heappush(self._free, block)
 
     def find(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """The blocks with these hashes; None if one is not here. Their content is theirs until the next change."""
+        """The blocks with these hashes; None if one is missing. Their content is valid until the next change."""
         return [self._block_of[digest] for digest in hashes] if self.match(hashes) == len(hashes) else None
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Nobody finds blocks with these hashes any more; those without an owner are free."""
+        """Removes these hashes from the cache; their blocks without an owner become free."""
         for digest in hashes:
             if (block := self._block_of.get(digest)) is not None:
                 if block in self._cached:
@@ -168,7 +168,7 @@ class BlockPool:
     # ---- queries
 
     def listen(self) -> list[bytes]:
-        """The hashes of all blocks that can be reused. From now on `news` has what changes."""
+        """The hashes of all reusable blocks. From now on `news` returns the changes."""
         self._news = []
         return list(self._block_of)
 

@@ -1,11 +1,11 @@
-"""Which blocks of another layout a worker can use, and by which converters. Pure.
+"""Decides which blocks of another layout a worker can use, and with which converters. Pure.
 
     the same layout        blocks are copied as they are
     the same meaning       `KvLayout.meaning` is equal: blocks of another size, elements of another type. Each has a
                            converter with a name, which the receipt and `tandem doctor` show
     another meaning        refused: another model, dtype of the model, shape of heads, recurrent states
 
-Another number of ranks is no other layout: a block has the heads of the whole model.
+The number of ranks does not change the layout, because a block has the heads of the whole model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tandem.errors import IncompatibleLayout
 
 
 def keeps_bits(source: KvLayout, target: KvLayout) -> bool:
-    """Whether K and V have the same type in both: what is converted is what this worker would have computed."""
+    """Whether K and V have the same type in both, so that conversion preserves the bits."""
     return (source.dtype, source.scale_dtype) == (target.dtype, target.scale_dtype)
 
 
 def converters(source: KvLayout, target: KvLayout) -> list[str]:
-    """The names of what makes blocks of `target` of blocks of `source`, none where they are the same. Raises
-    IncompatibleLayout with a sentence for each difference that has no converter."""
+    """The names of the converters from `source` to `target`, none for equal layouts. Raises IncompatibleLayout with a
+    sentence for each difference without a converter."""
     if source == target:
         return []
     if source.meaning() != target.meaning() or target.version != source.version:

@@ -1,4 +1,4 @@
-"""The layout of a KV block, as data that two workers compare before any byte moves.
+"""The layout of a KV block, which two workers compare before any byte moves.
 
 Standard library only: the router and the transfer code use it without loading torch.
 """
@@ -17,21 +17,22 @@ ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every 
 # Blocks that start a multiple of a power of two apart share a few sets of a CPU's caches and evict each other:
 # a block of at least MIN_PADDED bytes whose length is a multiple of COLLIDING is padded by one page.
 COLLIDING, PAGE, MIN_PADDED = 32 * 1024, 4096, 512 * 1024  # bytes
-STATE_ROWS = 2  # of a slot (engine/kv/state_memory.py)
-STATE_PARTS = 64  # blocks of a copy of a state, where there is no KV; a block of tokens takes as much memory as one
-QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
-SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
+STATE_ROWS = 2  # rows of a slot (engine/kv/state_memory.py)
+STATE_PARTS = 64  # blocks of a copy of a state in models without KV
+QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # name of the setting -> torch's name of an element
+SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token and head, for K and V separately
 
-# What a block's digest covers (kvtransfer/types.py): all its bytes, or the sums of a GPU (engine/gpu/block_digest.py).
+# The content of a block's digest (kvtransfer/types.py): all its bytes, or the sums of a GPU
+# (engine/gpu/block_digest.py).
 HOST_DIGEST, SUMS_DIGEST = "xxh3", "sums"
 
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where one attention call keeps its K and V inside a block.
+    """The place of one attention call's K and V inside a block.
 
-    K is `[k_heads, block_size, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. Where the elements
-    are quantised, their scales are `[k_heads, block_size]` at byte `k_scale_offset`; 0 where there are none.
+    K is `[k_heads, block_size, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. The scales of
+    quantised elements are `[k_heads, block_size]` at byte `k_scale_offset`; 0 without scales.
 
     A call without V (`v_dim` 0) is the region of a sparse indexer, which keeps one key of `k_dim` elements a token.
     """
@@ -48,7 +49,7 @@ class CallLayout:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where a sequence's slot keeps one state of a recurrent layer: `shape` of `dtype`, contiguous, at byte `offset`.
+    """The place of one state of a recurrent layer in a slot: `shape` of `dtype`, contiguous, at byte `offset`.
 
     `kind` is "conv" or "recurrent", `index` counts the states of that kind within `layer`.
     """
@@ -77,23 +78,23 @@ class KvLayout:
     model_fingerprint: str
     dtype: str  # of an element; torch's name without the prefix, such as "bfloat16"
     scale_dtype: str  # likewise; "" where elements are not quantised
-    model_dtype: str  # in which K and V were computed: equal elements of another model dtype are other KV
+    model_dtype: str  # dtype of the computation: equal elements of another model dtype are other KV
     block_size: int
     block_bytes: int
     calls: tuple[CallLayout, ...]
     digest: str = HOST_DIGEST  # both sides compute the same one
     states: tuple[StateLayout, ...] = ()  # of recurrent layers; a sequence has a slot for them beside its blocks
     state_bytes: int = 0  # of one slot, padding included
-    state_kernels: str = ""  # which libraries compute them, since those may keep other states of the same shape
+    state_kernels: str = ""  # libraries that compute them, which may differ in the content of states
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold a copy of one sequence's states."""
+        """Blocks of a copy of one sequence's states."""
         return -(-self.state_bytes // self.block_bytes)
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Without the host's digest and
-        without states, as workers wrote it that knew no other: they share a pool with this version."""
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Omits the host's digest and
+        absent states, as older versions do, which may share a pool with this one."""
         known = asdict(self)
         if self.digest == HOST_DIGEST:
             del known["digest"]
@@ -117,16 +118,16 @@ class KvLayout:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def meaning(self) -> str:
-        """32 hex digits over what K and V are, whatever the blocks that hold them: KV of equal meaning can be converted
-        (engine/core/kv_conversion.py)."""
+        """32 hex digits over what the KV stands for, independent of the block layout: KV of equal meaning can be
+        converted (engine/core/kv_conversion.py)."""
         calls = [(call.k_heads, call.k_dim, call.v_heads, call.v_dim) for call in self.calls]
         states = self.hash() if self.states else ""
         known = json.dumps([self.model_fingerprint, self.model_dtype, self.digest, calls, states])
         return hashlib.blake2b(known.encode(), digest_size=16, person=b"tandem.meaning").digest().hex()
 
     def computes_with(self) -> str:
-        """32 hex digits over what tokens depend on: workers with equal ones give the same tokens, whatever blocks they
-        keep KV in and however they compute digests."""
+        """32 hex digits over everything that determines tokens: workers with equal values give the same tokens,
+        whatever their block layout and kind of digest."""
         calls = [(call.k_heads, call.k_dim, call.v_heads, call.v_dim) for call in self.calls]
         states = [(state.key, state.shape, state.dtype) for state in self.states]
         types = [self.model_dtype, self.dtype, self.scale_dtype, self.state_kernels]
@@ -163,7 +164,7 @@ class KvLayout:
 def plan_calls(
     shapes: list[tuple[int, int, int]], block_size: int, itemsize: int, *, scaled: bool = False
 ) -> tuple[tuple[CallLayout, ...], int]:
-    """Places every call's K and V in a block, each at a multiple of 64 bytes, and their scales behind them if `scaled`.
+    """Places every call's K and V in a block, each at a multiple of 64 bytes, followed by their scales if `scaled`.
 
     `shapes` holds `(kv_heads, k_dim, v_dim)` per call, `itemsize` is bytes per element. Returns the calls and the
     bytes of a whole block, padding included.
@@ -196,12 +197,12 @@ def plan_states(
 
 
 def slot_bytes(state_bytes: int) -> int:
-    """Of a slot with such a state."""
+    """Bytes of a slot for a state of `state_bytes`."""
     return STATE_ROWS * state_bytes
 
 
 def plan_parts(state_bytes: int) -> int:
-    """Bytes of a block of a model without attention: nothing of its tokens is in it, so it is a part of a state."""
+    """Bytes of a block of a model without attention, which holds no KV, only a part of a state."""
     return _aligned(-(-state_bytes // STATE_PARTS))
 
 

@@ -1,7 +1,7 @@
 """The owners of the slots that hold the states of recurrent layers. Pure Python.
 
-A slot belongs to one sequence from when it starts to run, or reserves blocks to run on this worker, until it ends or is
-preempted: states are never shared. Always free + held = total.
+A sequence owns a slot from its start, or from its reservation of blocks on this worker, until it ends or is preempted;
+states are never shared. Always free + held = total.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StateSlots:
         return len(self._slot_of)
 
     def take(self, owner: str) -> bool:
-        """False: all are held. The new slot's content is another sequence's: only a first chunk may follow, or a state
-        that is copied into it."""
+        """False: all are held. The new slot contains another sequence's state, so the sequence must begin with its
+        first chunk or with a state that is copied in."""
         if owner in self._slot_of:
             raise ValueError(f"{owner} has a slot already")
         if not self._free:
@@ -51,7 +51,7 @@ class StateSlots:
         return tuple(self._slot_of)
 
     def check(self, running: Iterable[str], live: Iterable[str]) -> list[str]:
-        """One sentence for each inconsistency. All of `running` should have a slot, and only of `live` any may."""
+        """One sentence for each inconsistency. All of `running` must have a slot, and only `live` sequences may."""
         faults = []
         every = sorted([*self._free, *self._slot_of.values()])
         if every != list(range(self.total)):

@@ -1,4 +1,4 @@
-"""How fast one engine computes, learnt from its own steps. Pure: the caller passes the durations.
+"""The speed of one engine, learnt from its steps. Pure: the caller passes the durations.
 
 Three numbers describe a worker well enough to place requests and to bound a stream's stall:
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
 
-LEAST_TOKENS = 8  # a step with fewer prompt tokens tells nothing about their rate
-MANY = 8  # streams: what a step says is shared out to the first two numbers equally when it had one more than that
+LEAST_TOKENS = 8  # steps with fewer prompt tokens do not measure their rate
+MANY = 8  # streams: a step with one more is attributed to step_s and stream_s equally
 PROMPTS_S = 0.25  # the longest step without streams, in seconds: a prompt that arrives meanwhile waits this long
 OUTLIER = 4.0  # a step counts as at most this many times its expected duration: its process may have been stopped
-WORTHWHILE = 64  # tokens that a step of prompts has at least: with fewer, reading the weights is most of its work
+WORTHWHILE = 64  # minimum tokens of a step of prompts: with fewer, most of the step reads the weights
 
 
 class StepTime:
@@ -62,7 +62,7 @@ class StepTime:
 
     def prompt_tokens_beside(self, streams: int, stretch: float, beside_s: float = 0.0) -> int:
         """Prompt tokens with which a step of this many streams takes `stretch` times as long as a step of one stream,
-        or `beside_s` seconds if that is longer; LEAST_TOKENS where the streams alone take that long."""
+        or `beside_s` seconds if that is longer; LEAST_TOKENS if the streams alone take that long."""
         left = max(stretch * self.step_s, beside_s) - self.without_prompts(streams)
         return max(LEAST_TOKENS, int(left * self.prompt_rate))
 

@@ -9,9 +9,9 @@ time: a worker that has the tokens continues exactly where another one stopped.
                   └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
                       ─▶ only allowed_token_ids ─▶ no token that completes a bad word
 
-What makes tokens impossible is applied last: no bias makes them possible again. If no token is possible (a grammar that
-is complete before min_tokens, one that needs a character which no token has, bad words that have all the allowed
-tokens), the request fails.
+Rules that exclude tokens are applied last, so no bias can make such tokens possible again. If no token is possible (a
+grammar that is complete before min_tokens, one that needs a character which no token has, bad words that have all the
+allowed tokens), the request fails.
 
 The uniform number for a position picks from the cumulative distribution in the order of token ids. The distribution
 does not depend on the order, but this one makes the choice robust: a rounding difference in the logits moves the
@@ -62,7 +62,7 @@ def choose(
     compiled: bool = True,
 ) -> list[Choice]:
     """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten. `filling`: the masks
-    of those with a grammar. `compiled`: by the operator, where there is one."""
+    of sequences with a grammar. `compiled`: by the operator, if there is one."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
     adjust(logits, sequences)
@@ -92,12 +92,12 @@ def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_ou
         if row not in failed and highest == -torch.inf:
             failed[row] = _dead_end(sequences[row])
     if failed:
-        logits[list(failed)] = 0.0  # whatever is drawn there is thrown away; infinities must not reach the draw
+        logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
     return failed
 
 
 def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int, TandemError]:
-    """The rows in which the client's own limits leave no token; ignore the logits of these."""
+    """The rows in which the client's limits leave no token; ignore the logits of these."""
     limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
     if not limited:
         return {}
@@ -146,7 +146,8 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
 
 
 def not_finite(sequence: Sequence) -> InternalError:
-    """Weights or KV with NaN or infinity in them, or a sum beyond the type's range: any token would be a guess."""
+    """The error for logits that are not finite: weights or KV have NaN or infinity, or a sum exceeds the type's range,
+    so any token would be arbitrary."""
     return InternalError(
         f"the model's logits after {len(sequence.tokens)} tokens are not finite; the stream was stopped to keep it"
         " exact",
@@ -182,7 +183,7 @@ def _from(logits: torch.Tensor, least: float) -> list[int]:
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-    """Bias, penalties, min_tokens and excluded tokens, in place. Every entry is touched for itself, so that neighbours
+    """Bias, penalties, min_tokens and excluded tokens, in place. Every entry is computed separately, so that neighbours
     do not matter."""
     adjusted = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.sampling.adjusts]
     if not adjusted:
@@ -262,7 +263,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> list[int]:
-    """As `draw`, when the device has computed it."""
+    """As `draw`, on the host, after waiting for the device."""
     tokens: list[int] = draw(logits, sampling, positions, compiled=compiled).tolist()
     return tokens
 
@@ -325,7 +326,7 @@ def _numbers(sampling: Seq[Sampling], positions: Seq[int]) -> list[float]:
 
 
 def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
-    """What tokens are drawn by, in proportion: [rows, vocab] float64, 1 for the most likely. Tokens of equal
+    """Unnormalised probabilities of the tokens: [rows, vocab] float64, 1 for the most likely. Tokens of equal
     probability are kept or filtered out together."""
 
     def column(values: Seq[float]) -> torch.Tensor:
@@ -348,7 +349,7 @@ def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
 
 
 def _filter(result: torch.Tensor, rows: list[int], least: torch.Tensor) -> None:
-    """Nothing below `least` ([rows, 1]) stays."""
+    """Removes everything below `least` ([rows, 1])."""
     kept = _rows(result, rows)
     kept.masked_fill_(kept < least, 0.0)
     if kept is not result:

@@ -1,11 +1,12 @@
-"""What the digest of a block covers: in host memory its bytes; on a GPU two sums over all its words, by one kernel for
-many blocks. That has not yet run on a GPU: Triton's interpreter proves the numbers (tests/engine/test_gpu_digest.py).
+"""The content of a block's digest: in host memory its bytes; on a GPU two sums over all its words, by one kernel for
+many blocks. The kernel has not yet run on a GPU: Triton's interpreter proves the numbers
+(tests/engine/test_gpu_digest.py).
 
     sums[n] = sum over i of word[i] * key_n(i)  modulo 2^64        word: 32 bits, n: 0 and 1
 
-The keys are odd, so any one changed word changes both sums, and they differ by position, so words that changed places
-do, too. A sum of integers has no order, so the number of programs does not matter. Faults are found as well as by
-xxh3_128, for which a GPU would have to read a block from its start to its end; neither stops a malicious worker.
+The keys are odd, so any one changed word changes both sums; they differ by position, so swapped words change them, too.
+Integer sums do not depend on order, so the number of programs does not matter. The sums find faults as well as
+xxh3_128, which would have to read a block sequentially; neither stops a malicious worker.
 
 The host binds the 16 bytes to the block's place (`kvtransfer.types.digest`). Both sides of a transfer must compute the
 same kind, so it is in the layout (`engine.core.kv_layout`).
@@ -32,8 +33,9 @@ SPREAD, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # of the 64-bit finaliser 
 
 
 class BlockSums:
-    """Of blocks of `buffer [blocks, bytes] uint8`, on a stream of its own: it waits for no step, and no step for it.
-    Who calls it knows that the device has written the blocks (`device_done`, or a transfer that has ended)."""
+    """Computes sums of blocks of `buffer [blocks, bytes] uint8` on a separate stream, which does not wait for steps,
+    nor they for it. The caller ensures that the device has written the blocks (`device_done`, or a transfer that has
+    ended)."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._words = buffer.view(torch.int32)  # [blocks, words]

@@ -1,12 +1,12 @@
-"""Quantised weights on CUDA, in rows that a Triton kernel multiplies with as they lie. Not yet run on a GPU: Triton's
+"""Quantised weights on CUDA, in rows that a Triton kernel multiplies directly. Not yet run on a GPU: Triton's
 interpreter proves the numbers (tests/engine/test_gpu_codes.py).
 
     int8, fp8   a byte for each weight, [n, k]
     int4        half a byte, plus its zero: byte i of a tile of DEPTH has the codes of its k = i and k = DEPTH / 2 + i
 
 A kernel widens codes to the type of x, in which they are exact, adds products in float32, and multiplies each group's
-sum by its scale: the weights are what their codes stand for, not rounded to 16 bits once more. The order of a row's
-sum follows from the weight alone, as in engine/gpu/products.py.
+sum by its scale: the weights are not rounded to 16 bits a second time. The order of a row's sum depends only on the
+weight, as in engine/gpu/products.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.errors import CheckpointRefused
 
 DEPTHS = (64, 32)  # of a tile, which lies within a group of scales
 ZERO = 8  # of int4, where it has no zeros of its own
-ROWS_TRIED = (1, 70)  # narrow tiles and others
+ROWS_TRIED = (1, 70)  # narrow and wide tiles
 SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of absolute values
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7}  # of the result
 

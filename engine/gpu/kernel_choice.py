@@ -1,6 +1,6 @@
-"""Which CUDA kernel attends over pages: tried at load, on the device and the shapes that it will serve.
+"""Chooses the CUDA kernel for attention over pages by a trial at load, on the device and shapes that it will serve.
 
-A kernel that differs from the reference serves nothing; calls that the chosen one refuses take the reference path.
+A kernel that differs from the reference is not used; calls that the chosen one refuses take the reference path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.kv.kv_quantization import quantise
 
 NAME = "cuda"
 GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02, a key too many or too few is above 0.1
-LONGEST = 700  # tokens of context that are tried without a window: several tiles of keys
+LONGEST = 700  # context of the trial without a window: several tiles of keys
 NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
 
 Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
@@ -106,8 +106,8 @@ def random_pages(
     generator: torch.Generator,
     batch: Batch,
 ) -> tuple[KvCache, KvCache]:
-    """Pages of random K and V as they are served, and with the same values in float32, or the same pages if they are
-    quantised. `dtypes`: the model's, and that of quantised elements."""
+    """Pages of random K and V in the served type, and pages with the same values in float32, or the same pages if they
+    are quantised. `dtypes`: the model's, and that of quantised elements."""
     dtype, kept = dtypes
     device = generator.device
     pages = KvCache(layout_of([fact], block_size, dtype, "", kept), blocks, device)

@@ -1,8 +1,8 @@
 """The layers of a model on CUDA that Tandem's own products serve, chosen at load after a trial on the device itself.
 
 A product must agree with torch's, and a row must have the same bits alone, among few and among many others, for every
-shape of weight. If one fails, torch's products serve all, and the log says that a token's bits may then follow from its
-batch. Modules change their class as on CPU (engine/kernels/modules.py).
+shape of weight. If one fails, torch's products serve all, and the log says that a token's bits may depend on its batch.
+Modules change their class as on CPU (engine/kernels/modules.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.kernels.modules import Compiled
 log = logging.getLogger(__name__)
 
 NAME = "cuda (triton)"
-ROWS = (1, 5, 64, 65, 200)  # that the first rows of a trial are computed with: one tile and several, of both kinds
+ROWS = (1, 5, 64, 65, 200)  # row counts of the trial: one tile and several, of both kinds
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
-TURN = 7  # by how many places the rows of the trial move, so that each is computed in another one of its tile
+TURN = 7  # shift of the trial's rows, so that each is computed at another position in its tile
 
 
 def prepare(model: nn.Module, device: torch.device) -> str:
-    """Marks the products and RMS norms that `engine.kernels.modules.switch` then switches; returns a line about it."""
+    """Marks the products and RMS norms for `engine.kernels.modules.switch`; returns a line about it."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return (
             f"torch, because {'Triton is not installed' if device.type == 'cuda' else f'the device is {device.type}'}"
@@ -36,7 +36,7 @@ def prepare(model: nn.Module, device: torch.device) -> str:
 
 
 def adopt(model: nn.Module) -> str:
-    """The same on any device."""
+    """As `prepare`, on any device."""
     from engine.gpu import products  # torch for CUDA brings Triton, the one for CPU does not
 
     layers = [layer for layer in model.modules() if weight_of(layer) is not None]
@@ -63,7 +63,8 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
 
 @torch.inference_mode()
 def differs(layers: list[nn.Module]) -> str | None:
-    """What is wrong with a product of these layers, tried once for each type and shape of weight; None if nothing."""
+    """The problem with a product of these layers, tried once for each type and shape of weight; None if there is
+    none."""
     kinds = {}
     for layer in layers:
         weight = weight_of(layer)

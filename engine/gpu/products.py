@@ -5,10 +5,10 @@ Triton's interpreter proves the numbers, ptxas the machine code (tests/engine/te
 
 The sum over k is one float32 chain in its order, in tiles of DEPTH, whatever the number of rows: k is never split. A
 step of up to FEW rows has narrow tiles of columns, so that enough programs read the weight; a larger one has larger
-tiles. For a row both do the same additions in the same order. That the instructions of both tiles agree is for the
-device to show: engine/gpu/layers.py tries it at load.
+tiles. Both add a row's products in the same order. Only the device can show that the instructions of both tiles agree:
+engine/gpu/layers.py tries this at load.
 
-cuBLAS chooses another order of sums for another number of rows, and torch's mean does so for an RMS norm.
+cuBLAS, and torch's mean in an RMS norm, may use another order of sums for another number of rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from engine.gpu import product_kernels as kernels
 from engine.gpu.operators import operator
 
-FEW = 64  # rows of a step up to which it has narrow tiles
-WIDE = 8192  # columns of a weight from which narrow tiles are twice as wide and still make enough programs
+FEW = 64  # maximum rows of a step with narrow tiles
+WIDE = 8192  # columns of a weight above which narrow tiles are twice as wide, with still enough programs
 BAND = 8  # tiles of rows that read the same weights at the same time
 NORM_ELEMENTS = 1024  # of a program, at least
 
@@ -55,7 +55,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Scaled:
-    """What a weight of codes has beside them: engine/gpu/codes.py."""
+    """The scales and format of a weight of codes (engine/gpu/codes.py)."""
 
     scales: torch.Tensor  # float32 [n, groups]
     zeros: torch.Tensor | None  # uint8 [n, groups]
@@ -86,7 +86,7 @@ def linear(
         return out
     tiling = Tiling.of(rows, n, x.dtype, scaled.depth if scaled else None)
     added = _rows(beside, n) if beside is not None else flat
-    given = [each if each is not None else flat for each in (bias, added)]  # what is not there is not read
+    given = [each if each is not None else flat for each in (bias, added)]  # absent tensors are not read
     scales, zeros, group, groups = flat, flat, 1, 1
     if scaled is not None:
         scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[1]
@@ -121,8 +121,8 @@ def with_sum(
 def siblings(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], n: list[int], k: int
 ) -> list[torch.Tensor]:
-    """Two or three weights that lie one after the other, as `engine.runner.traced_forward` places them, are one
-    product."""
+    """Computes two or three weights as one product if they are contiguous, as `engine.runner.traced_forward` places
+    them."""
     weight, bias = joined(weights), joined(biases)
     if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
         return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
@@ -130,13 +130,13 @@ def siblings(
 
 
 def _apart(x: torch.Tensor, flat: torch.Tensor, n: Sequence[int]) -> list[torch.Tensor]:
-    """The outputs `[..., width]` that lie one after the other in `flat`."""
+    """The contiguous outputs `[..., width]` of `flat`."""
     sizes = [flat.numel() // sum(n) * width for width in n]
     return [part.view(*x.shape[:-1], width) for part, width in zip(torch.split(flat, sizes), n, strict=True)]
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Tensors that lie one after the other in memory, as one; None if they do not, or are none."""
+    """Contiguous tensors as one; None if they are not contiguous, or if one is missing."""
     there = [part for part in parts if part is not None]
     if len(there) < len(parts) or not all(part.is_contiguous() for part in there):
         return None
@@ -165,7 +165,7 @@ def over_codes(
     format: str,
     beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The numbers say what codes are: engine/gpu/codes.py."""
+    """The numbers describe the codes: engine/gpu/codes.py."""
     assert len(codes) == n, f"codes of {len(codes)} outputs for {n}"
     assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
     kept = codes.view(torch.int8) if format == "int8" else codes

@@ -5,9 +5,9 @@
     int4    -8 to 7, one scale for each 32 neighbours along the input; the head has int8
     bf16    bfloat16 under a model that computes in float32
 
-A replaced layer keeps its object, bias and hooks. Its weight is replaced by a tensor of the same shape and type,
-without memory and filled with NaN, so that the self-check detects any other reader. An embedding that is tied to the
-head keeps its own weight; it is looked up by rows and hardly costs time.
+A replaced layer keeps its object, bias and hooks. Its weight becomes a NaN tensor of the same shape and type without
+memory, so that the self-check detects any other reader. An embedding that is tied to the head keeps its weight, because
+looking up rows takes little time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.kernels import fresh_memory, modules
 from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: what of a group's range to try to cover
+CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: shares of a group's range that are tried
 SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of absolute values
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
@@ -37,7 +37,7 @@ _CODES = "_tandem_codes"
 class Codes:
     """A weight `[n, k]` as codes times scales, packed for `torch.ops.tandem.linear_codes`.
 
-    With `order` the codes are those of its columns in that order: then neighbours share scales that were none before.
+    With `order` the codes are of the columns in that order, so that columns which share scales become neighbours.
     """
 
     codes: torch.Tensor
@@ -50,7 +50,7 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Without what fills up the last panel."""
+        """Without the padding of the last panel."""
         return weight_bytes(self.n, self.k, self.format, self.group)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -71,8 +71,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes codes as a device multiplies with them. `pack` has the arguments of `packed` and raises CheckpointRefused;
-    with `zeros` it also takes those of int4 as integers `[n, groups]`."""
+    """Packs codes in the form with which a device multiplies. `pack` has the arguments of `packed` and raises
+    CheckpointRefused; with `zeros` it also takes those of int4 as integers `[n, groups]`."""
 
     pack: Callable[..., Codes]
     zeros: bool = False
@@ -194,10 +194,10 @@ def is_nothing(tensor: torch.Tensor) -> bool:
 
 
 def pack_in_place(model: nn.Module) -> int:
-    """Packs product after product, proves each, and drops the weight that it was made of, so that only one weight at a
-    time is in memory twice. Returns the bytes that were dropped. An embedding that is tied to a product looks up its
-    panels; a weight that any other module reads stays. Afterwards only the compiled operators serve. Raises
-    CheckpointRefused when a product is wrong."""
+    """Packs one product after another, proves each, and drops its original weight, so that only one weight at a time is
+    in memory twice. Returns the bytes that were dropped. An embedding that is tied to a product looks up its panels; a
+    weight that any other module reads stays. Afterwards only the compiled operators serve. Raises CheckpointRefused
+    when a product is wrong."""
     tables = modules.tables_of(model)
     others = {
         each.data_ptr()
@@ -222,13 +222,13 @@ def pack_in_place(model: nn.Module) -> int:
 
 
 def weight_in(layer: Any) -> Any:
-    """A layer's weight, also where codes stand for it; None if it has none."""
+    """A layer's weight, rebuilt from codes if necessary; None if it has none."""
     codes: Codes | None = layer.__dict__.get(_CODES)
     return codes.weight() if codes is not None else getattr(layer, "weight", None)
 
 
 def codes_in(model: nn.Module) -> Iterator[Codes]:
-    """Those of each weight, once."""
+    """The codes of each weight, once."""
     by_id = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
     yield from by_id.values()
 

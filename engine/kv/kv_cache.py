@@ -4,8 +4,7 @@
     block   | K of call 0 | V of call 0 | K of call 1 | ... | V of the last call |     each starts at a multiple of 64 B
     K       [kv_heads, block_size, k_dim] in the model's dtype: what one task of attention reads lies in one piece
 
-Quantised (engine/kv/kv_quantization.py), an element is one byte, and the scales lie behind V, those of one head side by
-side:
+A quantised element (engine/kv/kv_quantization.py) is one byte, and the scales follow V, those of one head contiguously:
 
     block   | K of call 0 | V of call 0 | scales of K, scales of V of call 0 | K of call 1 | ...
     scales  [kv_heads, block_size] bfloat16
@@ -14,10 +13,10 @@ The keys of sparse indexers (engine/runner/indexers.py) follow the last attentio
 
 A large block may end with a page of padding (`engine.core.kv_layout.plan_calls`).
 
-The ranks of one worker share the memory of its pages: a block has the KV heads of the whole model, as if one rank
-served it, and each rank's views are the heads that it has. So a block means the same whatever the number of ranks.
-A block is contiguous across all attention calls, so that one block is one transfer descriptor. The attention function
-sees strided views of the same memory; nothing is ever copied to be sent.
+The ranks of one worker share the memory of its pages: a block has the KV heads of the whole model, and each rank has
+views of its own heads. So a block is the same for any number of ranks. A block is contiguous across all attention
+calls, so one block is one transfer descriptor. The attention function uses strided views of the same memory; nothing is
+copied for a transfer.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from engine.kv.state_memory import StateMemory
 
 
 class KvCache:
-    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes. `slots` are those for the
-    states of recurrent layers, where the model has some."""
+    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes. `slots` is the number of
+    slots for states, if the model has recurrent layers."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class KvCache:
         facts: Sequence[CallFacts] = (),
         memory: torch.Tensor | None = None,
     ) -> None:
-        """`facts` say which heads of `layout` the views have, without them all. `memory` is uint8
-        `[num_blocks * block_bytes]`, zeroed by who made it; None: new memory."""
+        """`facts` say which heads of `layout` the views have; without `facts` all. `memory` is zeroed uint8
+        `[num_blocks * block_bytes]`; None: new memory."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
@@ -56,7 +55,7 @@ class KvCache:
         flat = fresh_memory(num_blocks * layout.block_bytes, device) if memory is None else memory
         self.buffer = flat.view(num_blocks, layout.block_bytes)
         if memory is None:
-            self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
+            self.buffer.zero_()  # touches every page, so that missing memory fails here and not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         # Keys and values of each attention call: views, `[num_blocks, block_size, kv_heads, dim]`.
         own = [heads_of(fact) for fact in facts]
@@ -87,11 +86,11 @@ class KvCache:
         return self.buffer[block].numpy().data
 
     def all_heads(self) -> KvCache:
-        """The same memory with the KV heads of the whole model, where the views here are those of one rank."""
+        """The same memory with views of the whole model's KV heads, if these views are those of one rank."""
         return KvCache(self.layout, self.num_blocks, self.buffer.device, memory=self.buffer.flatten())
 
     def save_state(self, slot: int, blocks: Sequence[int]) -> None:
-        """Copies the states of a slot into `layout.state_blocks` blocks; what is left of the last one is zeroed."""
+        """Copies the states of a slot into `layout.state_blocks` blocks; the rest of the last one is zeroed."""
         for block, part in zip(blocks, self._state_parts(slot), strict=True):
             self.buffer[block, : len(part)] = part
             self.buffer[block, len(part) :] = 0
@@ -121,7 +120,7 @@ class KvCache:
 
 
 def heads_of(fact: CallFacts) -> range:
-    """Which of a block's KV heads this rank has."""
+    """The KV heads of a block that this rank has."""
     first = fact.held.first if fact.held else 0
     return range(first, first + fact.kv_heads)
 
@@ -138,9 +137,8 @@ def layout_of(
 ) -> KvLayout:
     """The layout that `KvCache` will have for these facts; `fingerprint` names the model whose KV it is.
 
-    `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are; `digest` what the
-    digests of blocks cover; `states` what recurrent layers keep; `index_dims` has the elements of a key of each sparse
-    indexer.
+    `dtype` is the model's; `kept` that of quantised elements, None without quantisation; `digest` the kind of digest;
+    `states` the states of recurrent layers; `index_dims` has the elements of a key of each sparse indexer.
     """
     shapes = [(fact.model_heads, fact.k_dim, fact.v_dim) for fact in facts] + [(1, dim, 0) for dim in index_dims]
     element = dtype if kept is None else kept

@@ -1,4 +1,4 @@
-"""What one attention call of a model needs, learnt from the model itself and not from its config.
+"""The requirements of a model's attention calls, learnt from the model itself and not from its config.
 
 `CallFacts` is the record for one attention *call*, in the order of a forward. `engine.loading.attention_probe` fills it
 by running three tokens through the model; pages, kernels and the self-check read it.
@@ -17,7 +17,7 @@ Position = TypeVar("Position", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class FullAttentionSpec:
-    """A token sees everything before it."""
+    """A token sees all tokens up to itself."""
 
     def __str__(self) -> str:
         return "full"
@@ -35,7 +35,7 @@ class SlidingWindowSpec:
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec:
-    """The token at `p` sees the part of its own chunk of `size` positions that is not after it."""
+    """The token at `p` sees the positions of its chunk of `size` up to itself."""
 
     size: int
 
@@ -58,7 +58,7 @@ def first_visible(reach: Reach, position: Position) -> Position:
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """Of a model that is cut for several ranks: this rank has KV heads from `first` on, and the model has `whole`."""
+    """One rank's KV heads of a model that is cut: heads from `first` on, of `whole` in the model."""
 
     first: int
     whole: int
@@ -82,12 +82,12 @@ class CallFacts:
     sinks: bool
     scaling: float
     latent: bool = False
-    held: HeldHeads | None = None  # which of the model's KV heads these are; None: all
-    indexed: bool = False  # each token attends to those alone that a sparse indexer has chosen for it
+    held: HeldHeads | None = None  # this rank's part of the model's KV heads; None: all
+    indexed: bool = False  # each token attends only to those that a sparse indexer has chosen for it
 
     @property
     def model_heads(self) -> int:
-        """KV heads of the whole model, for which a block has room."""
+        """KV heads of the whole model, which a block holds."""
         return self.held.whole if self.held else self.kv_heads
 
 
@@ -100,7 +100,7 @@ class RecurrentState(NamedTuple):
 
 
 class StateFacts(NamedTuple):
-    """What a model keeps of a sequence beside K and V, in the order in which its layers ask for it."""
+    """The recurrent states of a model, in the order in which its layers request them."""
 
     states: tuple[RecurrentState, ...]
     kernels: str  # the libraries that compute them
@@ -141,14 +141,14 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 def name_reach(mask_function: MaskFunction, local_size: int | None, device: torch.device) -> Reach | None:
-    """The reach that a mask function of `transformers.masking_utils` has, found by asking it; None if none fits.
+    """The reach of a mask function of `transformers.masking_utils`, found by evaluating it; None if none fits.
 
-    `mask_function(batch, head, q, kv)` says elementwise whether the token at `q` sees the one at `kv`. Asking makes
-    this independent of how the function was composed. `local_size` is the window or chunk that the builder announced;
-    for a function that announces none, the edges of windows and chunks of all powers of two to 2^20 are asked about.
+    `mask_function(batch, head, q, kv)` says elementwise whether the token at `q` sees the one at `kv`, so the result
+    does not depend on how the function was composed. `local_size` is the window or chunk that the builder announced;
+    without one, the edges of windows and chunks of all powers of two to 2^20 are tested.
     """
     if local_size is not None and local_size < 1:
-        return None  # a config that switches its window off by 0 still builds the mask, and then uses it nowhere
+        return None  # a config that disables its window by 0 still builds the mask, but does not use it
     candidates: list[Reach] = (
         [SlidingWindowSpec(local_size), ChunkedLocalAttentionSpec(local_size)]
         if local_size is not None

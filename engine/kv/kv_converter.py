@@ -1,8 +1,9 @@
-"""Copies KV from blocks of one layout into blocks of another that means the same (engine/core/kv_conversion.py).
+"""Copies KV from blocks of one layout into blocks of another layout with the same meaning
+(engine/core/kv_conversion.py).
 
-A block of the source lies in memory of its own, the *staging*; what is copied is its tokens, not its bytes. Elements of
-one type keep their bits. Others are made as attention would make them of the same values: quantised elements are those
-times their scale, and are quantised by the function that writes pages (engine/kv/kv_quantization.py).
+A block of the source is in separate memory, the *staging*; its tokens are copied, not its bytes. Elements of the same
+type keep their bits. Others are converted as attention does: quantised elements are multiplied by their scale, and
+elements are quantised by the function that writes pages (engine/kv/kv_quantization.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class KvConverter:
         self._model_dtype = dtype_named(source.model_dtype)
 
     def convert(self, staged: Sequence[tuple[int, int]], table: Sequence[int], tokens: range) -> None:
-        """Copies the tokens of blocks that lie in the staging: `staged` has (place there, index in the sequence) of
-        each. `table` are the blocks of the sequence; only `tokens` are written."""
+        """Copies the tokens of blocks in the staging: `staged` has (place in the staging, index in the sequence) of
+        each. `table` are the sequence's blocks; only `tokens` are written."""
         theirs, ours = self.staging.block_size, self._pages.block_size
         places: list[tuple[int, int, int, int]] = []
         for place, index in staged:

@@ -1,11 +1,11 @@
-"""The states of recurrent layers, one slot for each sequence that runs.
+"""The states of recurrent layers, one slot for each running sequence.
 
     buffer  [2 * slots, state_bytes] uint8      of a slot's two rows `row(slot)` has its state; a step writes the other
     row     | a state of one layer | the next one | ...        each starts at a multiple of 64 B
 
-A step reads the states of its sequences and writes new ones beside them. `commit` makes them the slots' states when the
-step has succeeded: a step that fails leaves every state as it was, so that it can be tried again. Nothing is copied for
-that where an operator of Tandem reads one row and writes the other (`rows`); transformers' own code gets copies.
+A step reads the states of its sequences and writes new ones to the other rows. When the step has succeeded, `commit`
+makes these the slots' states. A failed step leaves every state unchanged, so it can be retried. Tandem's operators read
+one row and write the other without a copy (`rows`); transformers' own code gets copies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class StateMemory:
         )
         self.forget()
         self._views = {state.key: self._window(state.shape, state.dtype, state.offset) for state in layout.states}
-        self._row = list(range(slots))  # of each slot, the one with its state
+        self._row = list(range(slots))  # slot -> the row with its state
         self._spare = list(range(slots, STATE_ROWS * slots))
-        self._new: dict[tuple[Key, int], torch.Tensor] = {}  # of the step that runs: (state, slot) -> its value
-        self._written: dict[int, set[Key]] = defaultdict(set)  # slot -> its states of this step that `_spare` has
+        self._new: dict[tuple[Key, int], torch.Tensor] = {}  # of the current step: (state, slot) -> its value
+        self._written: dict[int, set[Key]] = defaultdict(set)  # slot -> its states of this step that are in `_spare`
 
     def begin(self) -> None:
-        """Before each forward: forgets what a failed one has left."""
+        """Call it before each forward: forgets the states of a failed one."""
         self._new.clear()
         self._written.clear()
 
@@ -58,14 +58,14 @@ class StateMemory:
         return key in self._views
 
     def get(self, key: Key, slots: Sequence[int]) -> torch.Tensor:
-        """A copy `[len(slots), ...]` of what this forward has made of them so far. Whoever writes to it in place, as
-        single steps of a convolution do, writes the new state."""
+        """A copy `[len(slots), ...]` of this forward's latest states. Writing to it in place, as single steps of a
+        convolution do, writes the new state."""
         own = torch.stack([self._latest(key, slot) for slot in slots])
         self._keep(key, slots, own)
         return own
 
     def put(self, key: Key, slots: Sequence[int], states: torch.Tensor) -> None:
-        """`states [len(slots), ...]` are the new ones."""
+        """Stores the new states `[len(slots), ...]`."""
         view = self._views[key]
         assert states.shape == (len(slots), *view.shape[1:]), f"state {key} has shape {tuple(states.shape)}"
         self._keep(key, slots, states.to(view.dtype))
@@ -97,12 +97,12 @@ class StateMemory:
         return having, [self._spare[slot] for slot in slots]
 
     def commit(self) -> None:
-        """The step has succeeded: its states are those of the slots now."""
+        """Called when the step has succeeded: makes its states those of the slots."""
         for (key, slot), state in self._new.items():
             self._views[key][self._spare[slot]].copy_(state)
             self._written[slot].add(key)
         for slot, written in self._written.items():
-            for key in self._views.keys() - written:  # of a layer that this step did not compute
+            for key in self._views.keys() - written:  # states of layers that this step did not compute
                 self._views[key][self._spare[slot]].copy_(self._views[key][self._row[slot]])
             self._row[slot], self._spare[slot] = self._spare[slot], self._row[slot]
         self._new.clear()

@@ -46,7 +46,8 @@ def fuse(graph: Graph, ops: str = CPU) -> None:
 
 
 def _detours(graph: Graph, _ops: str) -> None:
-    """The tracer takes each size through a tensor and back; a dropout does nothing where nothing learns."""
+    """Removes the tracer's conversions of sizes to tensors and back, and dropouts, which have no effect in
+    inference."""
     for node in graph.findAllNodes("aten::Int"):
         if (boxed := _made_by(node.input(), "prim::NumToTensor")) is not None:
             node.output().replaceAllUsesWith(boxed.input())

@@ -1,18 +1,17 @@
-"""Sparse indexers in a packed step: each chooses tokens among those of one sequence, by keys that lie in its blocks.
+"""Sparse indexers in a packed step: each call chooses tokens of one sequence, by keys in that sequence's blocks.
 
-An *indexer* (DeepSeek-V3.2, GLM-5) is the module that calls `update_indexer` of transformers' cache. It makes one key
-of each token, scores all keys of the sequence for each new token, and gives the positions of the top-k; attention gets
-them as `indices=` and sees nothing else. transformers' own code takes one sequence, so the module's forward is replaced
-by one that calls it for each sequence of the step:
+An *indexer* (DeepSeek-V3.2, GLM-5) is the module that calls `update_indexer` of transformers' cache. It computes one
+key for each token, scores all keys of the sequence for each new token, and returns the positions of the top-k;
+attention gets them as `indices=` and sees only these. transformers' code handles one sequence, so the module's forward
+is replaced by one that calls it for each sequence of the step:
 
     rows   a2 a3 a4 b6     it sees  [[a2 a3 a4]] with the keys of a0 to a4, then [[b6]] with those of b0 to b6
 
-A key is a function of its token and those before it, as K and V are. So it lies in the block of its token, behind the
-K and V of all calls (engine/kv/kv_cache.py), and the prefix cache, handoffs and digests know nothing of it.
+Like K and V, a key depends on its token and the earlier ones. So it is stored in the block of its token, after the K
+and V of all calls (engine/kv/kv_cache.py), and needs no code in the prefix cache, handoffs and digests.
 
-Which of two tokens with equal scores is chosen depends on torch's `topk`, and scores that are nearly equal on the order
-of sums. So a token may get other neighbours in another step, where transformers itself does: a model with indexers has
-no order of sums.
+torch's `topk` chooses between equal scores, and the order of sums between nearly equal ones. So, as in transformers
+itself, a token may see other tokens in another step: a model with indexers has no order of sums.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ SCORES = 1 << 20  # of a call, for each of the indexer's heads (64 of them: 256 
 
 
 class IndexKeys:
-    """What an indexer gets as its cache: the keys of one sequence of the step up to `context`, of which the packed
-    `rows` are the last."""
+    """An indexer's cache: the keys of one sequence of the step up to `context`, of which the packed `rows` are the
+    last."""
 
     def __init__(self, indexer: Indexer, step: Step, sequence: int, rows: range, context: int) -> None:
         self._indexer, self._step, self._sequence, self._rows, self._context = indexer, step, sequence, rows, context
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Keeps the new tokens' keys, `[1, T, dim]`; returns those of the whole context, `[1, context, dim]`."""
+        """Stores the new tokens' keys `[1, T, dim]`; returns those of the whole context `[1, context, dim]`."""
         assert layer_idx == self._indexer.layer, f"keys of layer {layer_idx} from the indexer of {self._indexer.layer}"
         step, rows = self._step, slice(self._rows.start, self._rows.stop)
         pages = step.pages.index_keys[self._indexer.number]  # [blocks, block_size, 1, dim]
@@ -60,7 +59,7 @@ class Indexer(PackedModule):
         self.number = self.dim = 0  # set by engine.loading.index_probe
 
     def packed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Positions within its own sequence for each packed row, `[1, total, widest]`, filled up with NOTHING."""
+        """Positions within its own sequence for each packed row, `[1, total, widest]`, padded with NOTHING."""
         step = current_step()
         batch, total = step.batch, sum(step.batch.query_lens)
         given = named(self.module, *args, **kwargs)
@@ -91,7 +90,7 @@ class Indexers:
 
     @property
     def dims(self) -> list[int]:
-        """The elements of a key of each."""
+        """The elements of each indexer's key."""
         return [indexer.dim for indexer in self.each]
 
     @contextmanager

@@ -1,14 +1,15 @@
-"""Recurrent layers in a packed step: each sequence's rows go through the layer alone, with the state of its own slot.
+"""Recurrent layers in a packed step: each sequence's rows pass through the layer separately, with the state of its
+slot.
 
 A *mixer* is the module that calls the state interface of transformers' cache: a linear attention, a state space layer,
-a short convolution. transformers' own code knows neither packed sequences nor slots, so the forward of each mixer is
-replaced by one that takes the packed rows apart:
+a short convolution. transformers' code supports neither packed sequences nor slots, so each mixer's forward is replaced
+by one that separates the packed rows:
 
     rows   a2 a3 a4 b6 c9      a mixer sees  [[a2 a3 a4]] with the state of a's slot, then [[b6], [c9]] with both
 
-Sequences with equally many new tokens share a call. In the argument where the mixer expects transformers' cache it gets
-a `SlotStates`. Where engine.loading.state_probe has found that a mixer does not continue several tokens from a state,
-it gets one token at a time.
+Sequences with the same number of new tokens share a call. In place of transformers' cache the mixer gets a
+`SlotStates`. A mixer that cannot continue several tokens from a state (engine.loading.state_probe) gets one token at a
+time.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from engine.kv.kv_cache_spec import StateFacts
 from engine.kv.state_memory import Key, StateMemory
 from engine.runner.recurrences import Forward, SlotRows, State, asked_for
 
-OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions that do not know it
+OUR_KEYWORDS = ("step",)  # for attention; a mixer would pass it on to functions that do not accept it
 
 
 class SlotStates:
-    """What a mixer gets as its cache: the states of the sequences of one call, and no more than the state interface."""
+    """A mixer's cache: the states of the sequences of one call, with only the state interface."""
 
     def __init__(self, memory: StateMemory, slots: Sequence[int], previous: bool, takes: Collection[str] = ()) -> None:
         """`previous`: the sequences have earlier tokens. States of the kinds `takes` go to operators, which read and
-        write them where they are."""
+        write them in place."""
         self._memory, self._slots, self._previous, self._takes = memory, slots, previous, takes
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -59,7 +60,7 @@ class SlotStates:
         """As transformers': `[n, channels, T]` with the columns before them; keeps the last ones."""
         key = (layer_idx, "conv", state_idx)
         width = self._memory.width(key)
-        tokens = conv_states.transpose(1, 2)  # [n, T, channels], which is how projections leave them
+        tokens = conv_states.transpose(1, 2)  # [n, T, channels], the order in which projections produce them
         if self._previous:
             tokens = torch.cat([self._memory.get(key, self._slots).transpose(1, 2), tokens], dim=1)
         else:
@@ -69,7 +70,7 @@ class SlotStates:
         return columns
 
     def update_recurrent_state(self, recurrent_states: State, layer_idx: int, state_idx: int = 0) -> State:
-        if isinstance(recurrent_states, torch.Tensor):  # otherwise an operator has written it
+        if isinstance(recurrent_states, torch.Tensor):  # otherwise an operator has already written it
             self._memory.put((layer_idx, "recurrent", state_idx), self._slots, recurrent_states)
         return recurrent_states
 
@@ -107,7 +108,7 @@ class CapturedStates(SlotStates):
 
 
 def named(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of a module's forward by name, without those that transformers passes on for us."""
+    """The arguments of a call of a module's forward by name, without those that transformers passes on for Tandem."""
     kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
     signature = _signature(kind)
     given = dict(signature.bind(module, *args, **kwargs).arguments)
@@ -124,7 +125,7 @@ def _signature(kind: Any) -> inspect.Signature:
 
 
 class PackedModule(ABC):
-    """A module whose forward takes the rows of packed steps apart; `argument` of its own one takes the cache."""
+    """A module whose forward separates the rows of packed steps; `argument` is the one that carries the cache."""
 
     def __init__(self, name: str, module: nn.Module, argument: str) -> None:
         self.name, self.module, self.argument = name, module, argument
@@ -147,10 +148,10 @@ class Mixer(PackedModule):
     def __init__(self, name: str, module: nn.Module, argument: str, layers: Collection[int] = ()) -> None:
         super().__init__(name, module, argument)
         self.layers = layers
-        self.by_token = False  # set by engine.loading.state_probe, as are the next ones
-        self.exact = False  # a token has the same bits however it is computed
-        self.forward: Forward = type(module).forward  # or that over Tandem's operators, and then
-        self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write where they are
+        self.by_token = False  # set by engine.loading.state_probe, like the next ones
+        self.exact = False  # a token has the same bits in any chunk and batch
+        self.forward: Forward = type(module).forward  # or the forward over Tandem's operators, with
+        self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write in place
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()
@@ -187,7 +188,7 @@ class Mixer(PackedModule):
 
 
 class Mixers:
-    """All mixers of a model, in the order of its modules, and what they keep."""
+    """All mixers of a model, in the order of its modules, and their states."""
 
     def __init__(self, each: list[Mixer], facts: StateFacts) -> None:
         self.each = each
@@ -198,7 +199,7 @@ class Mixers:
             mixer.switch(on)
 
     def facts_of(self, mixer: Mixer) -> StateFacts:
-        """What one of them keeps."""
+        """The states of one mixer."""
         return self.facts._replace(states=tuple(each for each in self.facts.states if each.key[0] in mixer.layers))
 
     @property
@@ -231,7 +232,7 @@ def _calls(batch: Batch, by_token: bool) -> Iterator[tuple[torch.Tensor, list[in
 
 
 def pick(value: Any, rows: torch.Tensor, total: int) -> Any:
-    """These rows of what has one for each packed token, `[1, total, ...]` as `[n, tokens, ...]`."""
+    """The given rows of a value for each packed token: `[1, total, ...]` becomes `[n, tokens, ...]`."""
     if isinstance(value, torch.Tensor):
         assert value.shape[:2] == (1, total), f"an argument of shape {tuple(value.shape)} for {total} packed tokens"
         return value[0][rows.to(value.device)]

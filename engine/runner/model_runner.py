@@ -1,6 +1,6 @@
 """One model on one device: runs packed forwards over KV pages.
 
-    forward(pages, batch) ─▶ logits of the packed tokens that were asked for
+    forward(pages, batch) ─▶ logits of the packed tokens in batch.logits_at
 
 engine/loading/model_loader.py makes it. One forward runs at a time in a thread, and the model is switched between
 attention implementations only while it is loaded.
@@ -49,7 +49,7 @@ class RunnerConfig:
     device: torch.device
     block_size: int = 16
     kernels: str = REFERENCE  # the level of the compiled operators that serve it, or "reference"
-    sum_order: str = PLAIN  # where it is equal in two processes, bits are (engine.kernels)
+    sum_order: str = PLAIN  # processes with equal values compute equal bits (engine.kernels)
     kv_dtype: KvDtype = "auto"
     group: RankGroup | None = None  # if this is one rank of several
 
@@ -75,10 +75,10 @@ class ModelRunner:
         self.block_size, self.kv_dtype = served.block_size, served.kv_dtype
         self.kernels, self.sum_order = served.kernels, served.sum_order
         self.parameters = sum(parameter.numel() for parameter in parameters)
-        self.only_panels = 0  # bytes of this rank's weights of which only packed copies are left
+        self.only_panels = 0  # bytes of this rank's weights that exist only as packed copies
         self.weights = CHECKPOINT  # or the format that their products have
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
-        self.cuda_products = False  # Triton's serve, on CUDA
+        self.cuda_products = False  # Triton's products serve, on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
         self.mixers: Mixers | None = None  # set by engine.loading.model_loader, if there are recurrent layers
@@ -99,7 +99,7 @@ class ModelRunner:
 
     @property
     def step_bytes(self) -> int:
-        """Which of them every step reads: not an embedding that is only looked up."""
+        """The weight bytes that every step reads: without an embedding that is only looked up."""
         module: Any = self.module  # transformers' accessors are not typed
         table: torch.Tensor = module.get_input_embeddings().weight
         head = getattr(module.get_output_embeddings(), "weight", None)
@@ -107,7 +107,7 @@ class ModelRunner:
 
     @property
     def size(self) -> int:
-        """Ranks that it consists of."""
+        """The number of ranks."""
         return self.group.size if self.group else 1
 
     @property
@@ -140,8 +140,8 @@ class ModelRunner:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for. New states of
         recurrent layers wait for `pages.states.commit`.
 
-        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`. Of several ranks rank 0 has
-        the others run it, too, and returns when all have; it raises Unavailable when one is lost.
+        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`. With several ranks, rank 0
+        makes the others run it, too, and returns when all have; it raises Unavailable if one is lost.
         """
         with self.on_all_ranks(pages, batch):
             step = self.step(pages, batch)
@@ -149,8 +149,8 @@ class ModelRunner:
 
     @contextmanager
     def on_all_ranks(self, pages: KvCache, batch: Batch, captured: bool = False) -> Iterator[None]:
-        """A step of these inside, which rank 0 has the others run, too, `captured` or not; ends when all have written
-        their KV."""
+        """Runs a step inside; rank 0 makes the others run it, too, `captured` or not. Ends when all have written their
+        KV."""
         with self.ranks.together(pages, batch, captured) if self.ranks else nullcontext():
             yield
             if self.group is not None:
@@ -203,7 +203,7 @@ class ModelRunner:
         return line
 
     def choose_products(self) -> str:
-        """Takes Triton's products and norms where they prove themselves on the device; returns a line about it."""
+        """Uses Triton's products and norms if they pass the trial on the device; returns a line about it."""
         line = layers.prepare(self.module, self.device)
         self.cuda_products = line.startswith(layers.NAME)
         return line

@@ -1,14 +1,14 @@
-"""Recurrences of mixers by Tandem's own operators, in the place of transformers' PyTorch code.
+"""Runs the recurrences of mixers by Tandem's operators instead of transformers' PyTorch code.
 
-The forward of a mixer calls its recurrence as a function of the module that defines it, in one form for chunks and in
-one for single tokens. `with_operators` gives the same forward with other functions under these names; the class and its
-module stay as they are. Whether the functions do the same is not believed: engine.loading.state_probe compares each
-mixer with its own forward, and keeps what transformers has where they differ.
+A mixer's forward calls its recurrence as a function of the Python module that defines it, one for chunks and one for
+single tokens. `with_operators` returns the same forward with other functions under these names; the class and its
+module are not changed. engine.loading.state_probe compares each mixer with its own forward, and keeps transformers'
+functions where they differ.
 
-Unlike theirs, the operators take the tokens one after another, in every form, so a token's result has the same bits
-however its prompt is cut and whatever else is in the step. In the place of a state they take `SlotRows`: then they read
-the slots' states where they are and write the new ones beside them. On CPU they are compiled (engine/kernels), on CUDA
-Triton's (engine/gpu/recurrent), of the same names and signatures; those have not yet run on a GPU.
+Unlike transformers' functions, the operators always compute the tokens one after another, so a token's result has the
+same bits in any chunk and batch. If they get `SlotRows` instead of a state, they read the slots' states in place and
+write the new ones to the other rows. On CPU they are compiled (engine/kernels), on CUDA Triton's
+(engine/gpu/recurrent), with the same names and signatures, which have not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_LIMIT = (0.0, float("inf"))
 
 
 class SlotRows:
-    """One state of some sequences, for an operator. transformers' forwards pass it on, and may convert its type."""
+    """One state of some sequences, for an operator. transformers' forwards pass it on, and may call `to`."""
 
     def __init__(
         self, memory: StateMemory, key: Key, slots: Sequence[int], captured: torch.Tensor | None = None
@@ -55,12 +55,12 @@ class SlotRows:
 
 
 State = torch.Tensor | SlotRows | None
-# The recurrent state that the mixer whose forward runs has asked for.
+# The recurrent state that the running mixer has requested.
 asked_for: ContextVar[State] = ContextVar("asked_for", default=None)
 
 
 def available(device: torch.device) -> bool:
-    """Whether the operators exist on this device. Makes them known to torch."""
+    """Whether the operators exist on this device. Registers them with torch."""
     if device.type != "cuda":
         return serving(device) != REFERENCE
     if importlib.util.find_spec("triton") is None:  # torch for CUDA brings it
@@ -71,13 +71,13 @@ def available(device: torch.device) -> bool:
 
 
 def _operators(like: torch.Tensor) -> Any:
-    """Those of the tensor's device."""
+    """The operators of the tensor's device."""
     return torch.ops.tandem_gpu if like.is_cuda else torch.ops.tandem
 
 
 def with_operators(kind: type) -> tuple[Forward, frozenset[str]] | None:
-    """The forward of a class of mixers over Tandem's operators, and the kinds of states that it takes as `SlotRows`;
-    None if it calls no recurrence that they have."""
+    """The forward of a mixer class over Tandem's operators, and the kinds of states that it takes as `SlotRows`; None
+    if it calls no recurrence that has an operator."""
     own = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     if not isinstance(own, FunctionType):
         return None
@@ -165,8 +165,8 @@ def mamba_selective_scan(
     **_: Any,
 ) -> Any:
     """As transformers': `hidden_states`, `dt` and `z` `[n, channels, tokens]`, A `[channels, state size]`, B and C `[n,
-    state size, tokens]`. Theirs begins with zeros in any case, because it is not given a state; this one goes on from
-    the state that the mixer has asked for."""
+    state size, tokens]`. transformers' function always starts with zeros, because it gets no state; this one continues
+    from the state that the mixer has requested."""
     dt = _time_steps(dt.transpose(1, 2), delta_bias, delta_softplus)
     x, b, c = (each.transpose(1, 2) for each in (hidden_states, B, C))
     x, dt, b, c = (each.float().unsqueeze(2) for each in (x, dt, b, c))
@@ -192,7 +192,7 @@ def mamba_selective_state_update(
 ) -> torch.Tensor:
     """As transformers', for one token of each sequence, after whose state: of Mamba `[n, channels]`, B and C `[n, state
     size]`; of Mamba-2 `[n, heads, head size]`, where A and dt are expanded from one number of each head, B and C `[n,
-    groups, state size]`. A state that is no `SlotRows` is changed in place."""
+    groups, state size]`. A state that is a tensor is changed in place."""
     if A.dim() == 3 and A.stride()[1:] == (0, 0) and dt.stride(2) == 0 and (dt_bias is None or dt_bias.stride(1) == 0):
         A, dt, dt_bias = A[:, 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[:, 0]
     dt = _time_steps(dt, dt_bias, dt_softplus)
@@ -202,7 +202,7 @@ def mamba_selective_state_update(
     out = _scan(x, steps, A, b, c, D, states, rows).view_as(hidden_states)
     if isinstance(state, torch.Tensor):
         state.copy_(states)
-    if hidden_states.dim() == 2:  # of Mamba-2 it is not rounded, as in the form for chunks
+    if hidden_states.dim() == 2:  # for Mamba-2 it is not rounded, as in the form for chunks
         out = out.to(hidden_states.dtype)
     return _gated(out, z)
 
@@ -289,7 +289,7 @@ OPERATORS: dict[str, Forward] = {
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "mamba2_selective_state_update": mamba_selective_state_update,
 }
-# The kind of state that a function of single tokens takes.
+# The kind of state of each function for single tokens.
 TAKES = {
     "torch_recurrent_gated_delta_rule": "recurrent",
     "recurrent_kimi_delta_attention": "recurrent",

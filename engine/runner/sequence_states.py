@@ -1,13 +1,13 @@
-"""The recurrent states of an engine's sequences: who has which slot, and copies of them in blocks.
+"""The recurrent states of an engine's sequences: their slots, and copies of them in blocks.
 
-A copy is what moves to another worker: it is in the last blocks of a sequence's table, so it has the owner, the ticket,
-the transfer and the digest of the sequence's KV.
+A copy moves to another worker in the last blocks of the sequence's table, so it shares the owner, the ticket, the
+transfer and the digest of the sequence's KV.
 
-A copy is also what a later sequence begins with: a *snapshot* of the state at the end of a block, in blocks of its
-own, which the pool finds by the hashes of that state. It is copied into the sequence's slot and never shared. KV is
-reused up to the deepest snapshot only. Snapshots are kept where they take at most a quarter of the memory of the KV
-before them, and at the last full block of what is computed at once; in all at most a quarter of the pool, the least
-recently used ones go first. The pool evicts them like others: who loses one block of a state has lost it.
+A *snapshot* is a copy of the state at the end of a block, with which a later sequence begins. It is in separate blocks,
+which the pool finds by the hashes of that state. It is copied into the sequence's slot and never shared. KV is reused
+up to the deepest snapshot only. Snapshots are kept at intervals whose KV takes SHARE times their memory, and at a
+prompt's last full block; in total they take at most 1 / SHARE of the pool, and the least recently used ones are dropped
+first. The pool evicts their blocks like others; a snapshot that loses a block is dropped.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from engine.core.state_slots import StateSlots
 from engine.kv.kv_cache import KvCache
 from tandem.errors import TooLarge
 
-SHARE = 4  # of the KV's memory: one in so many blocks
+SHARE = 4  # snapshots take at most one in SHARE blocks
 SNAPSHOT = "snapshot"  # owner of its blocks while they are written or read
 
 
 class SequenceStates:
     def __init__(self, pages: KvCache, pool: BlockPool) -> None:
-        """`pages` have slots, of which the last is not a sequence's."""
+        """The last slot of `pages` is not for sequences."""
         assert pages.states is not None, "this model keeps no states"
         self._pages, self._memory, self._pool = pages, pages.states, pool
-        self.blocks = pages.layout.state_blocks  # that hold a copy
+        self.blocks = pages.layout.state_blocks  # of one copy
         self.slots = StateSlots(pages.states.slots - 1)
         if pool.total <= self.blocks:
             what = f"a copy of one sequence's recurrent states needs {self.blocks} blocks, there are {pool.total}"
@@ -42,7 +42,7 @@ class SequenceStates:
         self._interval = SHARE * self.blocks * pool.block_size  # tokens
         self._snapshots: OrderedDict[bytes, list[bytes]] = OrderedDict()  # hash of the block that ends -> of the state
         self._whose: dict[bytes, bytes] = {}  # the inverse
-        self.evictions = 0  # of snapshots, for lack of room
+        self.evictions = 0  # snapshots evicted for lack of room
         pool.on_lost = self._lost
 
     def __str__(self) -> str:
@@ -51,27 +51,27 @@ class SequenceStates:
 
     @property
     def snapshots(self) -> int:
-        """How many a sequence can begin with."""
+        """The number of stored snapshots."""
         return len(self._snapshots)
 
     def check(self, running: Iterable[str], live: Iterable[str]) -> list[str]:
-        """One sentence for each inconsistency of slots (as theirs) and snapshots."""
+        """One sentence for each inconsistency of slots (see StateSlots.check) and snapshots."""
         lost = sum(self._pool.find(parts) is None for parts in self._snapshots.values())
         faults = [f"{lost} snapshots of recurrent states lack blocks"] if lost else []
         return faults + self.slots.check(running, live)
 
     def commit(self) -> bool:
-        """The states of the last forward are those of the slots from now on; always True."""
+        """Makes the states of the last forward those of the slots; always True."""
         self._memory.commit()
         return True
 
     def save(self, owner: str, table: Seq[int]) -> None:
-        """Copies the owner's state into the last blocks of its table, from where a transfer may read it at once."""
+        """Copies the owner's state into the last blocks of its table. A transfer may read them when it returns."""
         self._pages.save_state(self.slots.slot(owner), table[-self.blocks :])
         device_done(self._pages.buffer.device)
 
     def load(self, owner: str, table: Seq[int]) -> None:
-        """The inverse of `save`; a transfer may write to the blocks again at once."""
+        """The inverse of `save`. A transfer may write to the blocks when it returns."""
         self._pages.load_state(self.slots.slot(owner), table[-self.blocks :])
         device_done(self._pages.buffer.device)
 
@@ -91,13 +91,13 @@ class SequenceStates:
         return hashes[:count]
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """How many of its next `count` tokens to compute: up to the place of the next snapshot."""
+        """How many of the next `count` tokens to compute: up to the position of the next snapshot."""
         done = sequence.num_computed
         places = (self._last(sequence), done // self._interval * self._interval + self._interval)
         return min([count, *(place - done for place in places if place > done)]) if self._most else count
 
     def keep(self, sequence: Sequence, count: int) -> None:
-        """After a step of `count` tokens of it: a snapshot, if this is the place for one."""
+        """Called after a step with `count` of its tokens: stores a snapshot if the position is one for snapshots."""
         done, size = sequence.num_computed, self._pool.block_size
         regular = done % self._interval == 0
         if not self._most or not (regular or (count > 1 and done % size == 0 and done >= self._last(sequence))):
@@ -120,19 +120,19 @@ class SequenceStates:
         self._whose |= dict.fromkeys(parts, digest)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its states are in doubt: removes the snapshots of all of its beginnings."""
+        """Removes the snapshots of all of the sequence's prefixes, because its states are in doubt."""
         for digest in sequence.hashes(self._pool.block_size):
             self._forget(digest)
 
     def _begin_with(self, digest: bytes, sequence: Sequence) -> None:
-        """Copies a snapshot into the sequence's slot. From now on it is the most recently used one."""
+        """Copies a snapshot into the sequence's slot, and marks it as the most recently used one."""
         self._snapshots.move_to_end(digest)
         self._pool.take(SNAPSHOT, self._snapshots[digest], self.blocks)
         self.load(sequence.id, self._pool.table(SNAPSHOT))
         self._pool.drop(SNAPSHOT)
 
     def _lost(self, part: bytes) -> None:
-        """The pool has given this block to somebody else."""
+        """Called when the pool has evicted this block."""
         if part in self._whose:
             self._forget(self._whose[part])
             self.evictions += 1

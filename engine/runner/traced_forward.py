@@ -1,8 +1,8 @@
-"""A model's forward as one recorded list of operators, replayed without the modules' Python between them.
+"""Records a model's forward as a list of operators, and replays it without the modules' Python code.
 
 Recording runs the forward once over a small batch (torch.jit's tracer) with all of a step's tensors as inputs: sizes
-stay symbolic, so one recording serves every batch. Anything that depends on the batch without being a tensor operation
-is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could capture. Then the
+stay symbolic, so one recording serves every batch. Code that depends on the batch without being a tensor operation is
+refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could capture. Then the
 replay is compared with the modules, bit for bit, over batches of other shapes. A model that cannot be recorded runs by
 its modules, a few milliseconds slower, and the log says so.
 """
@@ -30,14 +30,15 @@ from engine.runner.model_runner import ModelRunner, RecordedForward
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
-# On CUDA, of the logits' standard deviation: more than roundings do, less than a forgotten operation does (1 and more).
+# On CUDA, in standard deviations of the logits: above the effect of roundings, below that of a missing operation (1 and
+# more).
 GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 CHECKS = str(Path(torch.nn.__file__).parent)  # argument checks of torch's own layers, which examine only sizes
 Replay = Callable[..., torch.Tensor]
 
 
 class _Pages:
-    """The pages as inputs of the recording, which may differ in size in the next step."""
+    """The pages as inputs of the recording, whose size may differ in the next step."""
 
     def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
         self.block_size = block_size
@@ -73,7 +74,7 @@ class Unrecordable(Exception):
 
 
 def inputs(step: Step) -> tuple[torch.Tensor, ...]:
-    """What `_Recorded` is made of."""
+    """The tensors of a `_Recorded`."""
     calls = range(len(step.facts))
     pages = [view for call in calls for view in (step.pages.k[call], step.pages.v[call])]
     scales = [view for call in calls for view in (step.pages.k_scales[call], step.pages.v_scales[call])]
