@@ -1,5 +1,5 @@
-"""How many prefill and decode workers are wanted: from the load and from what the workers measured of themselves. Pure:
-no clock, no registry, no sockets; cluster/autoscaler.py passes observations in and applies the verdicts.
+"""Computes how many prefill and decode workers are wanted, from the load and the workers' own measurements. Pure: no
+clock, no registry, no sockets; cluster/autoscaler.py passes observations in and applies the verdicts.
 
     prefill   arrivals keep the pool busy for at most MAX_BUSY_SHARE of its time
               the arrivals of any window of MIN_WINDOW_S to RATE_WINDOW_S can be computed, by workers as busy as that,
@@ -11,9 +11,9 @@ no clock, no registry, no sockets; cluster/autoscaler.py passes observations in 
     a request that waits at a router counts for the decode pool if that is full, else for the prefill pool
 
 Scaling up is immediate, and by as much as is needed. A pool shrinks only after every observation in `hold_s` seconds
-has needed fewer workers, and only to the most that any of them has needed. An observation from which nothing follows
-(no router, a pool without a ready worker, an unknown rate) does not scale up, and keeps the pool from shrinking until
-it is `hold_s` old.
+has needed fewer workers, and only to the most that any of them has needed. An inconclusive observation (no router, a
+pool without a ready worker, an unknown rate) does not scale up, and prevents the pool from shrinking until it is
+`hold_s` old.
 
 A pool that grows first takes surplus workers of the other pool: those above its minimum that no observation of the last
 MIN_SURPLUS_S seconds has needed. They switch roles (cluster/supervision/reconcile_plan.py), which takes a drain and no
@@ -29,11 +29,11 @@ from math import ceil, inf
 
 POOLS = ("prefill", "decode")
 MAX_BUSY_SHARE = 0.7  # of the time of prefill workers: above it prompts wait longer than their computation takes
-MAX_FULL_SHARE = 0.8  # of slots and blocks: leaves room for what arrives while a worker starts
+MAX_FULL_SHARE = 0.8  # of slots and blocks: leaves room for requests that arrive while a worker starts
 DEFAULT_WAIT_S = 1.5  # that a prompt may wait without an objective
 RATE_WINDOW_S = 30.0  # over which the arrival rate is averaged
 MIN_WINDOW_S = 10.0  # the shortest window whose arrivals count
-BURST_S = 5.0  # a queue that lasts no longer is gone before another worker has loaded
+BURST_S = 5.0  # a shorter queue is gone before another worker has loaded
 MIN_SURPLUS_S = 15.0  # for which a worker was not needed before the other pool gets it
 MAX_GAP_S = 10.0  # after a longer gap between observations the past is unknown
 
@@ -88,7 +88,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On one pool."""
+    """The verdict on one pool."""
 
     role: str
     size: int  # wanted until now
@@ -97,8 +97,8 @@ class Verdict:
 
 
 def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.0) -> Need | None:
-    """None: unknown. `arriving` and `pressing` are prompt tokens per second: the average arrivals, and the rate at
-    which the worst window must be computed."""
+    """The needed prefill workers; None if unknown. `arriving` and `pressing` are prompt tokens per second: the average
+    arrivals, and the rate at which the worst window must be computed."""
     prefill, decode = look.pool("prefill"), look.pool("decode")
     able = prefill if prefill.rate else decode  # without prefill workers, what the decode workers measured
     if not (look.routers and decode.workers and able.workers and able.rate):
@@ -118,7 +118,7 @@ def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.
 
 
 def need_decode(look: Look, rules: Rules) -> Need | None:
-    """None: unknown."""
+    """The needed decode workers; None if unknown."""
     pool = look.pool("decode")
     if not (look.routers and pool.workers and pool.places and pool.blocks):
         return None
@@ -162,7 +162,7 @@ class AutoscalePolicy:
         return list(verdicts.values())
 
     def needs(self, look: Look) -> dict[str, Need | None]:
-        """By role: from this observation and the arrivals in the earlier ones."""
+        """The needs by role, from this observation and the arrivals in earlier ones."""
         self._looks.append(look)
         while len(self._looks) > 2 and self._looks[1].at <= look.at - RATE_WINDOW_S:
             self._looks.popleft()

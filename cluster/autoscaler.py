@@ -37,7 +37,7 @@ class Observer:
     def look(self, records: Sequence[WorkerRecord], at: float) -> Look:
         routers = [record for record in records if record.role == "router"]
         counted = {record.incarnation: record.arrived for record in routers}
-        # What a router counted before its first observation arrived at an unknown time.
+        # A router's count before its first observation has unknown times.
         arrived = sum(count - self._arrived.get(incarnation, count) for incarnation, count in counted.items())
         self._arrived |= counted
         self._arrived = {router: count for router, count in self._arrived.items() if router in counted}
@@ -52,8 +52,8 @@ class Observer:
         )
 
     def _pool(self, records: list[WorkerRecord]) -> Pool:
-        """The load of all of them, because what a draining worker does not finish continues elsewhere; the capacity of
-        those that are ready."""
+        """The load of all workers, because requests that a draining worker does not finish continue elsewhere; the
+        capacity of ready workers."""
         ready = [record for record in records if record.state is State.READY]
         rates = [record.prompt_rate for record in ready if record.prompt_rate]
         return Pool(

@@ -1,4 +1,4 @@
-"""A process that must not outlive another: Linux kills it when its parent goes, however the parent goes."""
+"""Makes Linux kill a process when its parent ends, however it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def exit_with_parent(parent: int | None = None) -> None:
     """SIGKILL for this process when the *thread* that started it ends: start children from a thread that stays.
 
-    `parent` is the pid that the parent had before the fork; if it is gone already, this process ends here.
+    `parent` is the parent's pid before the fork; if it has already ended, this process ends here.
     """
-    if _libc is None:  # macOS has nothing alike: there an orderly stop is the only cleanup
+    if _libc is None:  # macOS has no such call: there an orderly stop is the only cleanup
         return
     if _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -66,7 +66,7 @@ class _Supervised:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Of a supervisor: events, or the error that ended its run."""
+    """A supervisor's answer: events, or the error that ended its run."""
 
     of: _Supervised
     events: Future[Any]
@@ -123,7 +123,8 @@ class LocalCluster:
             raise
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Drains, then ends every process and removes every file. Safe to repeat. A signal ends the grace early."""
+        """Drains, then ends every process and removes every file. Safe to repeat. A signal ends the grace period
+        early."""
         try:
             self._drain(self.settings.drain_grace_s if grace_s is None else grace_s)
         finally:
@@ -282,8 +283,8 @@ class LocalCluster:
     # ---- stop
 
     def _drain(self, grace_s: float) -> None:
-        """Waits for the supervisors to stop, those of the routers first, so that no new request arrives; until the
-        grace is over or a signal arrives."""
+        """Waits until the supervisors have stopped, the routers' first, so that no new request arrives; ends with the
+        grace period or a signal."""
         if not self._supervised:
             return
         self._report("stopping")

@@ -10,8 +10,8 @@ from tandem.settings import Settings
 
 
 def supervised_clusters(settings: Settings) -> list[tuple[Settings, dict[str, int]]]:
-    """The settings and the wanted sizes of each supervisor: one for all pools of the only model; of several models, one
-    for the routers, and one for the pools of each."""
+    """The settings and the wanted sizes of each supervisor: one for all pools of a single model; with several models,
+    one for the routers and one for the pools of each model."""
     routers = {"router": settings.routers}
     if not settings.models:
         return [(settings, {**routers, "prefill": settings.prefill, "decode": settings.decode})]
@@ -21,7 +21,7 @@ def supervised_clusters(settings: Settings) -> list[tuple[Settings, dict[str, in
 
 
 def pool_name(settings: Settings, role: str) -> str:
-    """As in `tandem workers` and `tandem scale`."""
+    """The pool's name in `tandem workers` and `tandem scale`."""
     model = model_of(settings.cluster)
     return f"{model}/{role}" if model else role
 
@@ -38,7 +38,7 @@ async def want(settings: Settings, run_id: str, sizes: dict[str, int]) -> None:
 
 
 def check_folders(settings: Settings) -> None:
-    """Raises NotFound, CheckpointRefused or SettingsError for a model or an adapter that is not there."""
+    """Raises NotFound, CheckpointRefused or SettingsError for a missing model or adapter."""
     folder_of(settings.model)
     for name, folder in settings.adapters.items():
         check_adapter(name, folder)

@@ -26,19 +26,19 @@ class OrphanReaper:
     """The guard's process, as `up` holds it."""
 
     def __init__(self, directory: Path, logs: Path | None = None) -> None:
-        """`logs`: where the logs go before the directory is removed."""
+        """`logs`: the folder to which the logs are moved before the directory is removed."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cluster.orphan_reaper", str(directory), *([str(logs)] if logs else [])],
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what kills up's process group must not reach it
+            start_new_session=True,  # a signal to up's process group must not reach it
             text=True,
         )
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
-        """These must not outlive `up`."""
+        """Adds processes that must not outlive `up`."""
         assert self._process.stdin is not None
         for process in processes:
             try:
@@ -56,7 +56,7 @@ class OrphanReaper:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when `up` has ended, and not before
+        signal.signal(number, signal.SIG_IGN)  # the guard ends only after `up`
     watched = [(int(pid), float(created)) for pid, created in (line.split() for line in sys.stdin)]
     alive = []
     for pid, created in watched:

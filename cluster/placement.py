@@ -1,4 +1,4 @@
-"""Where Ray may place a process of a cluster, and the settings of that process on its host. Pure.
+"""Determines where Ray may place a cluster's process, and the settings of that process on its host. Pure.
 
     resource            who needs it                                  where nobody offers it
     router              a router                                      routers run on the host of `tandem up`
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What holds for all processes of one `tandem up`."""
+    """The facts that apply to all processes of one `tandem up`."""
 
     home: str
     """The node of `tandem up`."""
@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of one process. `node` is the only one where it may run; empty: any that has the resources."""
+    """The resources of one process. `node` is the only node where it may run; empty: any node with the resources."""
 
     resources: Mapping[str, float]
     gpus: float = 0.0
@@ -74,7 +74,7 @@ class Needs:
 
 
 def nodes_of(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """Of what `ray.nodes()` returns."""
+    """The live nodes in the result of `ray.nodes()`."""
     return [Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in listed if node.get("Alive")]
 
 
@@ -128,7 +128,7 @@ def workers_on(node: Node, nodes: Sequence[Node], placement: Placement) -> int:
 
 
 def check_registry(redis: str, home: Node, nodes: Sequence[Node]) -> bool:
-    """Whether the registry can be reached from the host of `home` alone. Raises SettingsError if there are others."""
+    """Whether only the host of `home` can reach the registry. Raises SettingsError if there are other hosts."""
     url = urlsplit(redis)
     local = url.scheme == "unix" or url.hostname in LOOPBACK
     others = sorted({node.address for node in nodes} - {home.address})

@@ -59,8 +59,8 @@ def _as_tandem_error(error: RayError, who: str) -> TandemError:
 log = logging.getLogger(__name__)
 
 
-SERVES_AS_TIMEOUT_S = 5.0  # until a worker has reported which worker it is
-LAST_STAGES_TIMEOUT_S = 1.0  # until a ready worker has reported all stages of its start
+SERVES_AS_TIMEOUT_S = 5.0  # that a worker may take to report its id
+LAST_STAGES_TIMEOUT_S = 1.0  # that a ready worker may take to report all stages of its start
 SPARE = "spare"  # the id of a process that is not a worker yet
 PLACED_SOON_S = 10.0  # after which a worker that Ray has not placed is reported
 PLACED_BYTES = 1
@@ -347,8 +347,8 @@ class RayWorkerProcess:
         return await self._with_stages(self._actor.switch_role.remote(worker_id, grace_s), report)
 
     async def serves_as(self) -> str:
-        """The worker that it is now; the actor's name stays that of its first worker. Unchanged if it does not answer:
-        it is still loading, or dead, which start() will show."""
+        """The id of its current worker; the actor's name remains that of its first worker. Unchanged if the actor does
+        not answer, because it is loading or dead, which start() will show."""
         try:
             async with asyncio.timeout(SERVES_AS_TIMEOUT_S):
                 self._worker_id = await self._call(self._actor.serves_as.remote())

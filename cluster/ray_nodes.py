@@ -1,4 +1,4 @@
-"""What Ray knows of its nodes: where this process is, which GPUs it was given, which nodes will end soon.
+"""Ray's information on nodes: the node of this process, its GPUs, and the nodes that will end soon.
 
 A node that drains takes no more actors, and its raylet ends by itself once its last actor has. Ray tells no actor of
 it, so the supervisor asks, and drains the workers there (cluster/supervision/supervisor.py `Supervisor._leave_nodes`).
@@ -41,19 +41,19 @@ def where() -> tuple[str, list[Node]]:
 
 
 def assigned_gpus() -> list[str]:
-    """The devices that Ray has assigned to this process, which then sees no other."""
+    """The devices that Ray has assigned to this process, which sees no others."""
     gpus: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    if gpus:  # Ray has done so unless it was told not to
+    if gpus:  # Ray hides the others unless it was told not to
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return gpus
 
 
 class Gcs:
-    """Ray's head, for what has no call in Ray's Python interface: the draining of nodes. As `ray drain-node` and Ray
-    Serve do it. Calls block for up to ANSWER_S; they raise Unavailable."""
+    """Ray's head, for draining nodes, which Ray's Python interface lacks; like `ray drain-node` and Ray Serve. Calls
+    block for up to ANSWER_S and raise Unavailable."""
 
     def __init__(self, address: str) -> None:
-        """Without a connection: a head that is away is noticed by the first call."""
+        """Does not connect: the first call notices a missing head."""
         self._address = address
         self._client: GcsClient | None = None
 
@@ -62,8 +62,8 @@ class Gcs:
         return set(self._ask(lambda gcs: gcs.get_draining_nodes(timeout=ANSWER_S)))
 
     def drain(self, address: str, grace_s: float) -> bool:
-        """Drains the nodes of this address, also those that drain already. False: none is alive there. The head's node
-        is none of them: Ray ends with it."""
+        """Drains the nodes with this address, also those that are already draining. False: none is alive there.
+        Excludes the head's node, because Ray ends with it."""
         return self._ask(lambda gcs: _drain(gcs, address, int((time() + grace_s) * 1000)))
 
     def _ask(self, call: Callable[[GcsClient], T]) -> T:
@@ -71,7 +71,7 @@ class Gcs:
             if self._client is None:
                 self._client = GcsClient(address=_reached(self._address))
             return call(self._client)
-        except Exception as error:  # RpcError, which Ray does not export, and what a connection may raise
+        except Exception as error:  # RpcError, which Ray does not export, and errors of the connection
             self._client = None  # the head may come back elsewhere
             raise Unavailable(f"Ray's head at {self._address} cannot be asked: {error}") from error
 
@@ -87,7 +87,7 @@ def _drain(gcs: GcsClient, address: str, deadline_ms: int) -> bool:
 
 
 def _reached(address: str) -> str:
-    """The address with a number in place of a name. Raises OSError at once, where Ray would try for 40 s."""
+    """The address with the host's name resolved. Raises OSError at once, where Ray would try for 40 s."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
         number = connection.getpeername()[0]

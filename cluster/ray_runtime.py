@@ -1,4 +1,5 @@
-"""Ray of one `tandem up`. Ray owns processes here (start, place, notice death, end); requests never pass it.
+"""Ray of one `tandem up`. Ray starts, places and ends processes, and detects their death; requests never pass through
+it.
 
 One detached supervisor actor per cluster runs cluster.supervision.supervisor; one detached actor per worker *is* the
 worker's process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
@@ -24,7 +25,7 @@ from typing import Any
 # Read by Ray when it is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # no warning that Ray hides no device from other processes
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # no second opinion on which worker to kill
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray must not kill workers for lack of memory
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15: behind every other process of the machine
 
 import psutil
@@ -129,7 +130,7 @@ class Runtime:
             raise Unavailable(f"Ray did not start: {first_line}", reason="RAY_UNREACHABLE") from error
 
     def _start_local(self) -> None:
-        os.environ.pop("RAY_ADDRESS", None)  # would quietly connect elsewhere
+        os.environ.pop("RAY_ADDRESS", None)  # would silently connect elsewhere
         os.environ.pop("RAY_AUTH_MODE", None)  # absent: Ray asks for a token, and reads its configuration again
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
         before = set(psutil.Process().children())
@@ -226,7 +227,7 @@ def _already_up(cluster: str) -> PreconditionFailed:
 
 
 def _torch_has_cuda() -> bool:
-    """By its version: importing it takes seconds."""
+    """Whether torch has CUDA, by its version, because importing it takes seconds."""
     return "+cpu" not in importlib.metadata.version("torch")
 
 
@@ -256,7 +257,7 @@ def _quiet() -> dict[str, Any]:
 def _quiet_and_signals_kept() -> Iterator[None]:
     """ray.init() logs warnings about intended settings, and installs a SIGTERM handler that exits without a drain."""
     handlers = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere neither Ray nor we may set any
+    if threading.current_thread() is threading.main_thread():  # on other threads no handler can be set
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     level = logging.getLogger("ray").level
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -270,8 +271,8 @@ def _quiet_and_signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _hangups_blocked() -> Iterator[None]:
-    """What starts inside never receives SIGHUP, which the end of a terminal sends to the whole process group: only this
-    process, which drains first, must act on it. Ray itself does so for SIGINT."""
+    """Processes that start inside ignore SIGHUP, which the end of a terminal sends to the whole process group, so that
+    only this process acts on it, which drains first. Ray does the same for SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

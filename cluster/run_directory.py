@@ -47,13 +47,13 @@ def remove(path: Path) -> None:
 
 
 def logs(path: Path) -> Path:
-    """Where Ray writes the logs of all processes of this run; with an external Ray they are there instead."""
+    """The folder in which Ray writes the logs of all processes of this run; an external Ray has its own."""
     return path / "session_latest" / "logs"
 
 
 def keep_logs(path: Path, into: Path) -> Path | None:
-    """Moves the logs of a run out of its directory, once its processes have ended. Where they are now; None if there
-    are none (left)."""
+    """Moves the logs of a run out of its directory after its processes have ended. Returns the new folder; None without
+    logs."""
     source = logs(path).resolve()
     if not source.is_dir():
         return None
@@ -64,7 +64,7 @@ def keep_logs(path: Path, into: Path) -> Path | None:
 
 
 def failed_runs() -> Path:
-    """A directory of this user's for the logs of failed runs, with the oldest removed beyond some."""
+    """This user's directory for the logs of failed runs; removes the oldest ones."""
     into = _parent() / f"tandem-logs-{os.getuid()}"
     into.mkdir(mode=0o700, exist_ok=True)
     if into.is_symlink() or into.stat().st_uid != os.getuid():  # another user created it, in a world-writable directory

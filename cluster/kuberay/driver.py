@@ -1,12 +1,12 @@
-"""`python -m cluster.kuberay.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
+"""`python -m cluster.kuberay.driver`: keeps a cluster's supervisor running on an external Ray, such as KubeRay's.
 
     no supervisor                ─▶ start one: a detached actor on the head's node
     one with these settings      ─▶ follow it
     one with other settings      ─▶ replace it; the new one finds the workers, which keep the settings that they have
 
-`tandem up` ends what it has started. This process ends nothing: it may be killed and started again, with Ray's head or
-without it, while streams run. Whoever deletes the Ray nodes ends the workers. The sizes of the settings are the first
-ones: those that the registry has, from `tandem scale` or the autoscaler, stay.
+Unlike `tandem up`, this process ends no worker: it may be killed and started again, with or without Ray's head, while
+streams run. Workers end with their Ray nodes. The settings have the initial sizes; later sizes in the registry, from
+`tandem scale` or the autoscaler, stay.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tandem.settings import Settings
 LAUNCHER = "services.pod_launch"
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
 OF_THIS_POD = {"advertise_host", "ray_address"}
-LEAVE_S = 5.0  # in which a supervisor that is replaced gives its lease back
+LEAVE_S = 5.0  # for a replaced supervisor to release its lease
 EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster serve either pool
 
 
 def main(launcher: str = LAUNCHER) -> int:
-    """Until SIGTERM, which ends nothing else. 1: the supervisor has ended, or cannot be reached."""
+    """Runs until SIGTERM, which ends only this process. Returns 1 if the supervisor has ended or cannot be reached."""
     try:
         settings = tandem_settings.load()
         for name in ("ray_address", "redis", "cluster_token"):
@@ -68,7 +68,7 @@ def main(launcher: str = LAUNCHER) -> int:
 
 
 async def _want(settings: Settings) -> None:
-    """Writes the first sizes, of the pools that have none. Routers are not Ray's here."""
+    """Writes the initial sizes of pools without one. Ray does not run the routers here."""
     registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
     try:
         await registry.keep_wanted({"prefill": settings.prefill, "decode": settings.decode})
@@ -77,7 +77,7 @@ async def _want(settings: Settings) -> None:
 
 
 def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
-    """The supervisor with these settings; all others of this cluster are ended, without their workers."""
+    """The supervisor with these settings; ends all others of this cluster, without their workers."""
     base = _supervisor_name(settings.cluster)
     placement = placement_of(settings, os.environ)
     described = settings.model_dump_json(exclude=OF_THIS_POD) + str(placement)
@@ -91,7 +91,7 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
-        resources={HEAD: 0.001},  # elsewhere it would keep a node from leaving
+        resources={HEAD: 0.001},  # on another node it would prevent that node from leaving
         max_restarts=-1,
         max_task_retries=-1,
     )
@@ -105,15 +105,15 @@ def placement_of(settings: Settings, environment: Mapping[str, str]) -> Placemen
 
 
 def _replace(supervisor: Any) -> None:
-    """Ends it, without its workers. Of one that does not answer, the next one waits until the lease expires."""
-    with suppress(RayError, AttributeError):  # the latter: of an older version, which has no such method
+    """Ends a supervisor without its workers. If it does not answer, the next one waits until the lease expires."""
+    with suppress(RayError, AttributeError):  # AttributeError: an older version lacks the method
         ray.get(supervisor.leave.remote(), timeout=LEAVE_S)
     ray.kill(supervisor)
 
 
 def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None]) -> None:
-    """Keeps the pools' objects in Kubernetes and their wanted sizes equal, if there are such objects, on a thread of
-    its own. That it fails is put into `ended`."""
+    """Keeps the pools' objects in Kubernetes, if there are any, and their wanted sizes equal, on a separate thread.
+    Puts its failure into `ended`."""
     if not (prefix := os.environ.get(PREFIX, "")):
         return
     over: Future[None] = Future()
@@ -133,7 +133,7 @@ def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None
 
 
 def _follow(supervisor: SupervisorHandle, ended: SimpleQueue[Future[None] | None]) -> int:
-    """Waits for a signal, or for the supervisor's end, which is a failure: nobody else ends it."""
+    """Waits for a signal, or for the supervisor's end, which is a failure."""
     running = supervisor.run()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.put(None))
@@ -143,8 +143,8 @@ def _follow(supervisor: SupervisorHandle, ended: SimpleQueue[Future[None] | None
     if run is None:
         return 0
     if run is running and not isinstance(run.exception(), Unavailable):
-        supervisor.end()  # its run cannot begin again, and the next driver would follow it, by its name
-    run.result()  # raises why
+        supervisor.end()  # its run cannot restart, and the next driver would find it by name
+    run.result()  # raises the reason
     raise Unavailable("the supervisor has ended", reason="SUPERVISOR_ENDED")
 
 

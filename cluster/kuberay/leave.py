@@ -4,8 +4,8 @@
         the supervisor sees that ─▶ its worker drains, while another one starts elsewhere
         the raylet has no actor left ─▶ it ends by itself ─▶ this hook ends ─▶ SIGTERM for the rest of the pod
 
-It tells Ray again and again, because the head may have been evicted with this pod and be starting elsewhere. Without a
-head the pod ends after its grace as in a crash: its streams continue elsewhere.
+It repeats the request, because the head may have been evicted with this pod and be starting elsewhere. Without a head
+the pod ends after its grace as in a crash: its streams continue elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARGIN_S = 10.0
 
 
 def main() -> int:
-    """0: the node has ended. 1: it has not, after drain_grace_s and MARGIN_S."""
+    """Returns 0 if the node has ended, 1 if it has not after drain_grace_s and MARGIN_S."""
     try:
         settings = tandem_settings.load()
         if settings.ray_address is None or settings.advertise_host is None:
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def leave(settings: Settings, ray_address: str, node: str) -> bool:
-    """Whether no node of this address is left in time."""
+    """Whether the node with this address has ended in time."""
     gcs, deadline = Gcs(ray_address), monotonic() + settings.drain_grace_s + MARGIN_S
     while (left := deadline - monotonic()) > 0:
         try:

@@ -1,12 +1,12 @@
-"""The size of each pool as an object of Kubernetes, where Ray starts the workers (`orchestrator: ray`).
+"""Represents the size of each pool as a Kubernetes object, where Ray starts the workers (`orchestrator: ray`).
 
 A RayCluster has no scale subresource, so `kubectl scale`, an HPA and KEDA could not size its groups. The chart gives
-each pool a Deployment that is paused from the beginning: Kubernetes makes no ReplicaSet of one, hence no pods, but
+each pool a Deployment that is paused from the beginning: Kubernetes creates no ReplicaSet and no pods for it, but
 stores its `replicas` and serves its scale subresource. The driver keeps it equal to the registry's wanted size:
 
     kubectl scale, HPA, KEDA ─▶ Deployment's replicas ◀─ PoolObjects ─▶ registry "wanted" ◀─ tandem scale, autoscaler
 
-An annotation has the last size that both had, so that it shows which of the two has changed.
+An annotation stores the last common size, which shows which of the two has changed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class PoolObject:
 
 
 def agree(found: PoolObject, wanted: int, least: int, follows: bool) -> int:
-    """The size that both get. The object's, if it has changed since both were equal, is a size that a pool may have,
-    and `follows`: no autoscaler of Tandem's owns the pool. Otherwise the registry's."""
+    """The size for both. The object's, if it has changed since both were equal, is valid for a pool, and `follows` is
+    true (Tandem's autoscaler does not size the pool); otherwise the registry's."""
     changed = found.agreed is not None and found.replicas != found.agreed
     return found.replicas if changed and follows and least <= found.replicas <= MOST else wanted
 
 
 class Api:
-    """The two calls of the API server that this needs, with the pod's own account."""
+    """The two required calls of the API server, with the pod's account."""
 
     def __init__(self, url: str = "", account: Path = ACCOUNT) -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -97,7 +97,7 @@ class PoolObjects:
         self._api, self._registry, self._prefix, self._follows = api, registry, prefix, follows
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         async for _ in self._registry.changes(EVERY_S):
             for pool in LEAST:
                 try:

@@ -1,1 +1,1 @@
-"""Ray for one `tandem up`: what of it starts, and how its workers do."""
+"""Ray for one `tandem up`: the parts that start, and how its workers start."""

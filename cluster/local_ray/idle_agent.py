@@ -1,8 +1,8 @@
-"""In place of an agent of a raylet: says that it serves nothing, and ends with the raylet.
+"""Replaces an agent of a raylet: reports that it serves nothing, and ends with the raylet.
 
 A raylet starts two agents and waits until both have written their ports, for 15 s at most, after which it ends
-(ray-project/ray, issue 65983). Ray's agents import Ray for that. What they then offer, metrics and runtime
-environments, Tandem does not use. This script needs no library.
+(ray-project/ray, issue 65983). Ray's agents import Ray, to offer metrics and runtime environments, which Tandem does
+not use. This script imports no library.
 
     raylet ── python idle_agent.py PORT,… agent.py --session-dir=… --node-id=… ──▶ files of the ports, with -1 in each
         end of the raylet ─▶ end of file at standard input ─▶ this process ends

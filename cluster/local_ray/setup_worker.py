@@ -1,7 +1,7 @@
-"""Becomes a worker of Ray. Its raylet starts each one with `setup_worker.py default_worker.py …`.
+"""Becomes a Ray worker. The raylet starts each worker with `setup_worker.py default_worker.py …`.
 
-Ray's script of this name imports Ray to prepare a runtime environment. Nothing is prepared here, so this one imports
-nothing: a worker starts a second earlier.
+Ray's script of this name imports Ray to prepare a runtime environment. This one prepares nothing and imports nothing,
+so a worker starts a second earlier.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ COMMAND = "_build_python_executable_command_memory_profileable"
 
 @contextmanager
 def small_node() -> Iterator[None]:
-    """Inside the block, ray.init() starts such a node. It has no arguments for that; a version of Ray in which these
-    attributes have changed fails tests/cluster/test_local_cluster.py."""
+    """Inside the block, ray.init() starts such a node. It has no arguments for that, so this patches attributes; if a
+    version of Ray changes them, tests/cluster/test_local_cluster.py fails."""
 
     class SmallNode(ray._private.node.Node):
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,10 +44,10 @@ def small_node() -> Iterator[None]:
             super().__init__(ray_params, *args, **kwargs)
 
         def start_api_server(self, **_: Any) -> None:
-            """Would do nothing here: without the dashboard it only loads usage statistics."""
+            """Starts nothing: without the dashboard the API server only loads usage statistics."""
 
     def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
-        """The words before the path of Ray's own script."""
+        """The command before the path of Ray's own script."""
         if component not in PORTS:
             return list(original_command(component, *args, **kwargs))
         return [sys.executable, "-I", "-S", str(HERE / "idle_agent.py"), ",".join(PORTS[component])]

@@ -2,8 +2,8 @@
 
     tandem:{<cluster>}:adapters     hash: name -> JSON of its LoadedAdapter; "#version" -> number of the last change
 
-The version only grows. A registry that restarts empty, or from an old snapshot, therefore has an older version than the
-processes that follow it, and they restore the list; a change that was made without knowledge of theirs is not accepted.
+The version only grows. So a registry that restarts empty, or from an old snapshot, has an older version than the
+processes that follow it, and they restore the list; a change that is based on an older version is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ return 1
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
     path: str  # its folder within each worker's `adapter_root`
-    fingerprint: str  # hexadecimal; of what it does
+    fingerprint: str  # hexadecimal, of its content
     loaded_at: float = field(default_factory=time)  # unix seconds
 
     @property
@@ -95,8 +95,8 @@ async def read(registry: Registry) -> AdapterList:
 
 
 async def add(registry: Registry, name: str, adapter: LoadedAdapter, known: AdapterList) -> int:
-    """Returns the version with it. `known`: the caller's list. Raises InvalidRequest for a name that is taken,
-    TooLarge, Unavailable."""
+    """Returns the new version. `known`: the caller's list. Raises InvalidRequest for a name that is taken, TooLarge,
+    Unavailable."""
     text = _ADAPTER.dump_json(adapter).decode()
     answer = await _change(registry, ADD, [name, text, MAX_ADAPTERS], known)
     if answer == "taken":
@@ -109,7 +109,7 @@ async def add(registry: Registry, name: str, adapter: LoadedAdapter, known: Adap
 
 
 async def remove(registry: Registry, name: str, known: AdapterList) -> int:
-    """Returns the version without it. `known`: the caller's list. Raises NotFound, Unavailable."""
+    """Returns the new version. `known`: the caller's list. Raises NotFound, Unavailable."""
     answer = await _change(registry, REMOVE, [name], known)
     if answer == "unknown":
         raise unknown(name)

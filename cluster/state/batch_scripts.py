@@ -15,7 +15,7 @@ ADD_PIECE = """
 redis.call('RPUSH', KEYS[1], ARGV[1])
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-# The last argument: whether to add the file, or only to tell if there is room for it.
+# The last argument: whether to add the file, or only to check whether there is room for it.
 ADD_FILE = (
     _NOW
     + """
@@ -47,7 +47,7 @@ redis.call('DEL', KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[1])
 return redis.call('DEL', KEYS[1])
 """
-# -1: there is nothing named as what the page follows.
+# -1: the item that the page follows does not exist.
 LIST = """
 local prefix, after, limit, found = ARGV[1], ARGV[2], tonumber(ARGV[3]), {}
 local passed = after == ''

@@ -29,10 +29,10 @@ from cluster.state.redis_store import RedisStore
 from tandem.errors import Busy, NotFound, PreconditionFailed
 
 MAX_CONNECTIONS = 8
-PIECE_BYTES = 256 * 1024  # of one piece of an uploaded file, and about of one page that is read
+PIECE_BYTES = 256 * 1024  # of one piece of an uploaded file, and about one page of a read
 MAX_PAGE_PIECES = 256  # pieces of one page
-UPLOAD_MS = 600_000  # after which the pieces of an upload that was given up are gone
-INDEX_MS = 62 * 86_400_000  # of the lists of a tenant: longer than anything in them is kept
+UPLOAD_MS = 600_000  # after which the pieces of an abandoned upload expire
+INDEX_MS = 62 * 86_400_000  # lifetime of a tenant's lists: longer than that of their items
 MAX_FILES, MAX_BATCHES, MAX_OPEN_BATCHES = 1000, 1000, 4  # of one tenant
 OUTPUT_SHARE = 4  # the answers of one batch may have this part of a tenant's bytes
 DAY_S = 86_400
@@ -56,7 +56,7 @@ class Stored(StrEnum):
 
     KEPT = "kept"
     LOST = "lost"  # another router owns the batch now, or it has ended
-    FULL = "full"  # the answers have more bytes than those of one batch may have
+    FULL = "full"  # the batch's answers exceed their limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class BatchRecord:
         return "cancelled" in self.fields
 
     def number(self, name: str) -> int:
-        """0 where there is none."""
+        """The field's number; 0 if it is absent."""
         return int(self.fields.get(name, "0"))
 
 
@@ -109,7 +109,7 @@ class BatchStore:
     """Every call is bounded and raises Unavailable when Redis does not answer."""
 
     def __init__(self, url: str, cluster: str, *, lease_s: float, kept_s: float, most_bytes: int) -> None:
-        """`lease_s`: after how long without a renewal a router loses a batch; `kept_s`: how long files and ended
+        """`lease_s`: the time without a renewal after which a router loses a batch; `kept_s`: how long files and ended
         batches are kept; `most_bytes`: of all files of one tenant."""
         self.lease_s = lease_s
         self._kept_ms, self._most = int(kept_s * 1000), most_bytes
@@ -249,7 +249,7 @@ class BatchStore:
         return [Kept(outcome.decode()) for outcome in await self._store.run(RENEW, keys, [lease_ms, *names])]
 
     async def input(self, record: BatchRecord) -> list[bytes]:
-        """The batch's input file, in pieces: to join long ones belongs on a thread."""
+        """The batch's input file in pieces; join long ones on a thread."""
         pages = self._pages(self._key("input", record.tenant, record.batch_id), record.number("input_bytes"))
         return [page async for page in pages]
 
@@ -260,13 +260,15 @@ class BatchStore:
         return {8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte & 0x80 >> bit}
 
     async def begin(self, record: BatchRecord, status: BatchStatus, **counts: int) -> bool:
-        """A status that is not final, with its time, unless the batch was cancelled. False: it has another owner."""
+        """Stores a status that is not final, with its time, unless the batch was cancelled. False: it has another
+        owner."""
         more = [part for pair in counts.items() for part in pair]
         key = self._key("batch", record.tenant, record.batch_id)
         return bool(await self._store.run(scripts.BEGIN, [key], [record.generation, status.value, *more]) == b"kept")
 
     async def add(self, record: BatchRecord, results: Sequence[LineResult]) -> Stored:
-        """Appends the results of lines that have none. FULL: those before the first answer too many are stored."""
+        """Appends the results of lines without one. FULL: only the results before the first one over the limit are
+        stored."""
         names = [record.fields[name] for name in ("output_name", "error_name")]
         keys = [self._key(kind, record.tenant, record.batch_id) for kind in ("batch", "answered")]
         keys += [self._key("content", record.tenant, name) for name in names]
@@ -277,7 +279,8 @@ class BatchStore:
         return Stored((await self._store.run(scripts.ADD_RESULTS, keys, args)).decode())
 
     async def end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """The final status. The results become files. `errors` are of the input. False: it has another owner."""
+        """Stores the final status; the results become files. `errors` are those of the input. False: it has another
+        owner."""
         tenant, batch_id = record.tenant, record.batch_id
         names = [record.fields[name] for name in ("output_name", "error_name")]
         keys = [*(self._key(kind, tenant, batch_id) for kind in ("batch", "input", "answered")), self._open]

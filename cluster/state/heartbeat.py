@@ -14,13 +14,13 @@ from tandem.tasks import end, forever, within
 
 log = structlog.get_logger(__name__)
 
-START_S = 10.0  # for the first record: a worker has loaded for minutes, and a registry may be silent for seconds
+START_S = 10.0  # for the first record: a worker has loaded for minutes, and a registry may not answer for seconds
 
 
 class Heartbeat:
     """Renews the record of one incarnation of one worker in the background, and at once when its state changes.
 
-    Of two incarnations with one id, the registry has the one that began last. The other one keeps trying, in case the
+    Of two incarnations with one id, the registry keeps the one that began last. The other one keeps trying, in case the
     later one ends first.
     """
 

@@ -185,8 +185,8 @@ class JobJournal:
     def __init__(
         self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int, most_each: int | None = None
     ) -> None:
-        """`lease_s`: after how long without a renewal a router loses a job; `kept_s`: how long an ended job is kept;
-        `most`: the limit on open jobs; `most_each`: likewise, of one named tenant."""
+        """`lease_s`: the time without a renewal after which a router loses a job; `kept_s`: how long an ended job is
+        kept; `most`: the limit on open jobs; `most_each`: likewise, of one named tenant."""
         self.lease_s = lease_s
         self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
         self._prefix = f"tandem:{{{cluster}}}"

@@ -1,8 +1,8 @@
 """One supervisor for each cluster name in a registry: a lease that it renews.
 
-`run` names one `tandem up`. A supervisor that Ray restarts has the same run and takes the lease over at once; that of
-another run waits until the lease expires, and is refused if the holder renews it. A registry that does not answer does
-not end a supervisor: only another holder does.
+`run` names one `tandem up`. A supervisor that Ray restarts has the same run and takes over the lease at once; a
+supervisor of another run waits until the lease expires, and is refused if the holder renews it. An unreachable registry
+does not end a supervisor, only another holder does.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class RedisStore:
             return await registered(keys=list(keys), args=list(args))
 
     async def memory(self) -> tuple[int, int] | None:
-        """Bytes that the server has in use, and its maxmemory (0: none). None where the user may not ask (INFO), and of
+        """Bytes that the server uses, and its maxmemory (0: no limit). None without the right to call INFO, and for
         Redis Cluster, whose nodes differ. Raises Unavailable."""
         async with self.connection() as client:
             if isinstance(client, redis.RedisCluster):
@@ -113,7 +113,7 @@ def _client(url: str, most: int) -> Any:
 
 
 def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
-    """A client of Sentinel or of Redis Cluster."""
+    """A client for Sentinel or Redis Cluster."""
     parts = urlsplit(f"{plain}://{rest}")
     login, _, hosts = parts.netloc.rpartition("@")
     addresses = [_address(host, 26379 if kind == "sentinel" else 6379) for host in hosts.split(",")]

@@ -68,16 +68,16 @@ class WorkerRecord:
     address: str  # host:port
     model: str = ""
     layout_hash: str = ""  # of its KV blocks
-    kv_meaning: str = ""  # of what they hold: KV of equal meaning is read, in other blocks too
-    computes_with: str = ""  # checkpoint, its type and that of KV: equal in two workers, they give the same tokens
+    kv_meaning: str = ""  # of its KV: workers can read KV of equal meaning, also in other blocks
+    computes_with: str = ""  # checkpoint, its type and that of KV: workers with equal values give the same tokens
     kv_dtype: str = ""  # of an element of K or V, such as "int8"
-    sum_order: str = ""  # equal in two workers: the same bits, such as "tile32"; "": not known
+    sum_order: str = ""  # such as "tile32"; workers with equal values compute equal bits; "": not known
     kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included
     max_model_len: int = 0  # longest sequence that this worker can hold
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     block_size: int = 0
-    state_blocks: int = 0  # of a copy of a sequence's recurrent states; 0: there are none
+    state_blocks: int = 0  # blocks of a copy of a sequence's recurrent states; 0: no such states
     max_running: int = 0
     blocks_total: int = 0
     weights: str = ""  # format of the weights of its products
@@ -85,9 +85,9 @@ class WorkerRecord:
     slow_products: str = ""  # a sentence where the compiled products lose to torch's (engine/kernels/speed_check.py)
     metrics_address: str = ""  # host:port of /metrics; empty: it has none
     node: str = ""  # the name of its host
-    device: str = ""  # on which its engine runs: "cpu", or "cuda:" and what the host calls that GPU
+    device: str = ""  # of its engine: "cpu", or "cuda:" and the GPU's number on the host
     adapters_version: int = 0  # of the list of adapters that it serves (cluster/state/adapter_list.py)
-    tp: int = 1  # ranks that it consists of (tensor parallelism)
+    tp: int = 1  # number of ranks (tensor parallelism)
     # From here on, what changes with the worker's load (RecordReader):
     running: int = 0
     waiting: int = 0
@@ -142,7 +142,7 @@ class _Load:
 _parse_load = TypeAdapter(_Load).validator.validate_json
 _numbers = attrgetter(*(column.name for column in fields(_Load)))
 _description = attrgetter(*(column.name for column in fields(WorkerRecord)[: -len(fields(_Load)) - 1]))
-_LOAD_BEGINS = b', "running": '  # nowhere in a text: its quotes are escaped there
+_LOAD_BEGINS = b', "running": '  # cannot occur within a text, where quotes are escaped
 
 
 class RecordReader:
@@ -154,7 +154,7 @@ class RecordReader:
         self._known: dict[bytes, tuple[bytes, tuple[Any, ...]]] = {}
 
     def read(self, name: bytes, value: bytes | None, beat: float) -> WorkerRecord | None:
-        """None: it is gone, or cannot be read, which must not keep its reader from all others."""
+        """The record; None if it is gone or cannot be read, which must not prevent reading the others."""
         if value is None:
             self._known.pop(name, None)
             return None

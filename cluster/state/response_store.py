@@ -1,5 +1,5 @@
-"""Responses that clients may read again or continue, stored so that any router can serve them. All Redis keys of
-responses are in this file:
+"""Stored responses that clients may read again or continue, on any router. All Redis keys of responses are in this
+file:
 
     tandem:{<cluster>}:response:<tenant>/<id>     hash: `input`, JSON of the conversation's items before the answer, and
                                                   `response`, the response object as JSON; expires
@@ -18,7 +18,7 @@ from cluster.state.redis_store import RedisStore
 from tandem.errors import NotFound, TooLarge
 
 MAX_CONNECTIONS = 8
-OWN_BYTES = 512  # that a response takes beside its content
+OWN_BYTES = 512  # that a response takes in addition to its content
 EXPIRED_PER_SCRIPT = 64  # expired responses whose entries one script removes
 
 PUT = """
@@ -60,7 +60,7 @@ return known
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Both as JSON: the items before the answer, and the response object, whose `output` has those of the answer."""
+    """As JSON: the items before the answer, and the response object, whose `output` has the answer's items."""
 
     input: bytes
     response: bytes
@@ -89,7 +89,7 @@ class ResponseStore:
             await client.ping()
 
     async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
-        """Raises TooLarge for one that is larger than all of a tenant's may be together."""
+        """Raises TooLarge for a response that exceeds the tenant's total limit."""
         size = len(input_items) + len(response) + OWN_BYTES
         if size > self._most:
             raise TooLarge(

@@ -1,10 +1,9 @@
-"""What each router last said of its requests, so that any of them can show all. The Redis key of samples is in this
-file:
+"""Each router's latest totals, so that every router can show all. The Redis key of samples is in this file:
 
     tandem:{<cluster>}:samples     hash: router's id -> unix seconds of the server's clock, JSON; expires
 
-A router writes its sample and reads those of the others in one call, every few seconds. Nothing depends on them but the
-dashboard.
+A router writes its sample and reads those of the others in one call, every few seconds. Only the dashboard depends on
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RouterSamples:
     """Every call is bounded and raises Unavailable when Redis does not answer."""
 
     def __init__(self, url: str, cluster: str, *, ttl_s: int) -> None:
-        """A router that has written nothing for `ttl_s` seconds is left out."""
+        """A router without a sample for `ttl_s` seconds is left out."""
         self._ttl_s = ttl_s
         self._key = f"tandem:{{{cluster}}}:samples"
         self._store = RedisStore(url, most=MAX_CONNECTIONS)

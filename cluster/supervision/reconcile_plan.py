@@ -1,4 +1,4 @@
-"""Which workers to start, stop or switch to the other pool, given the wanted sizes, the live workers and the time.
+"""Plans which workers to start, stop or switch to the other pool, from the wanted sizes, the live workers and the time.
 Pure: no Ray, no clock, no sockets.
 
 A place is a role and a number; its worker's id is `<role>-<number>`, which the next worker in the place reuses, or
@@ -88,7 +88,8 @@ def plan(
         pool = [worker for worker in workers if role_of(worker.worker_id) == role]
         serving = [worker for worker in pool if worker.phase is not Phase.STOPPING]
         surplus = max(0, len(serving) - wanted[role])
-        # Those that do not serve yet stop first, then the highest numbers: scaling down never takes the last ready one.
+        # Workers that do not serve yet stop first, then the highest numbers, so scaling down never stops the last ready
+        # one.
         serving.sort(key=lambda worker: (worker.phase is Phase.READY, -number_of(worker.worker_id)))
         stop += [worker.worker_id for worker in serving[:surplus]]
         missing = max(0, wanted[role] - len(serving))

@@ -5,8 +5,8 @@ Host starts and ends processes (worker_process.py).
                                       ▲                         or switch_role(id)  start → ready → wait → ended
                                       └──────── wake: a worker ended, wanted changed, a backoff is over
 
-A worker's death ends its pending wait(), and the registry announces changes of "wanted". The supervisor polls only for
-nodes that will end, because Ray does not announce them.
+A worker's death ends its pending wait(), and the registry announces changes of "wanted". Only nodes that will end are
+polled, because Ray does not announce them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Worker:
     ready_at: float = 0.0
     unserved: bool = False  # stopped before it served, so the way its process ended does not matter
     before: _Worker | None = None  # the worker as which this process serves until it has drained
-    switched: bool = False  # the process goes on as another worker
+    switched: bool = False  # the process continues as another worker
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -123,8 +123,8 @@ class Supervisor:
         self._keeping.add_done_callback(lambda _: self._wake.set())
 
     async def stop(self, grace_s: float) -> None:
-        """Drains everything, routers first so that no new request arrives, and ends run(). Of a supervisor that has
-        just been restarted it waits for the workers of the one before: they would be left."""
+        """Drains everything, routers first so that no new request arrives, and ends run(). A supervisor that has just
+        restarted first waits until it has found the earlier workers, which would otherwise remain."""
         self._stopping = True
         self._wake.set()
         await self._found_survivors.wait()
@@ -138,7 +138,7 @@ class Supervisor:
         await self.leave()
 
     async def leave(self) -> None:
-        """Ends run() and leaves what runs to another supervisor, which need not wait for the lease."""
+        """Ends run() and leaves the workers to another supervisor, which need not wait for the lease."""
         self._stopping = True
         self._wake.set()
         await end(self._keeping)
