@@ -29,7 +29,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the client when it is first asked for: every module imports this package, few need gRPC."""
+    """Loads the client on first use: every module imports this package, few need gRPC."""
     if name not in _HOME:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     from importlib import import_module

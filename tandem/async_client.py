@@ -1,4 +1,4 @@
-"""The client for asyncio; see client.py, from which it differs only in awaiting."""
+"""The client for asyncio, with the same methods as client.py."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class AsyncClient(_Connection):
         """The completion piece by piece, each as soon as it arrives. The last one has the receipt; with `n` the pieces
         of the answers are mixed, and the last one of each has its receipt.
 
-        The request is sent when the first piece is asked for; `aclose()`, or leaving the task, cancels it.
-        Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
+        The request is sent when the first piece is requested; `aclose()`, or leaving the task, cancels it. Raises
+        InvalidRequest at once for values that cannot be sent, and a TandemError while iterating.
         """
         return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
 
@@ -101,19 +101,20 @@ class AsyncClient(_Connection):
             except grpc.RpcError as error:
                 raise from_rpc(error, late=_late(timeout, reader)) from error
             finally:
-                call.cancel()  # does nothing to a call that is over
+                call.cancel()  # no effect on a call that has ended
 
     async def submit(self, prompt: Prompt | None = None, *, n: int | None = None, **options: Unpack[Options]) -> Job:
-        """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
+        """Submits a job, whose tokens are stored: it survives the loss of this client and of the router. Returns when
+        the job is stored.
 
-        The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
+        The same `request_id` twice is one job; without one, this call creates one. Raises a TandemError.
         """
         return (await self._submitted([build_request(prompt, n=n, **options)]))[0]
 
     async def submit_many(
         self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]
     ) -> list[Job]:
-        """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
+        """Submits a job for each of up to 128 prompts, all with these options. None is accepted if one is invalid."""
         return await self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
 
     async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
@@ -138,11 +139,11 @@ class AsyncClient(_Connection):
                 call.cancel()
 
     async def job(self, job_id: str) -> Job:
-        """How far it is."""
+        """The job's state and progress."""
         return await self._ask(_get_job(job_id))
 
     async def cancel(self, job_id: str) -> Job:
-        """Ends it within seconds; one that has ended stays as it is."""
+        """Ends the job within seconds; an ended job does not change."""
         return await self._ask(_cancel_job(job_id))
 
     async def workers(self) -> Pools:
@@ -157,11 +158,11 @@ class AsyncClient(_Connection):
         return await self._ask(_scale(prefill, decode, pools))
 
     async def autoscaling(self) -> Autoscaling:
-        """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""
+        """The autoscaler's latest verdicts. Raises PreconditionFailed if it is off."""
         return await self._ask(_AUTOSCALING)
 
     async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
-        """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
+        """Stops a worker after its requests, or after `grace` seconds. Returns when it is drained."""
         return await self._ask(_drain(worker_id, grace))
 
     async def adapters(self) -> list[ServedAdapter]:
@@ -169,13 +170,12 @@ class AsyncClient(_Connection):
         return await self._ask(_ADAPTERS)
 
     async def load_adapter(self, name: str, path: str, *, model: str = "") -> ServedAdapter:
-        """Add an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when it can be
-        named. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
+        """Loads an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when requests
+        can name it. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
         return await self._ask(_load_adapter(name, path, model))
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that `load_adapter` added; requests that it has already admitted finish. Raises
-        NotFound."""
+        """Unloads an adapter that `load_adapter` loaded; admitted requests finish with it. Raises NotFound."""
         await self._ask(_unload_adapter(name))
 
     async def audit(self) -> Audit:
@@ -188,11 +188,11 @@ class AsyncClient(_Connection):
         return await self._ask(_receipts(request_id, limit, within))
 
     async def diagnose(self) -> Diagnosis:
-        """Every prefill-decode pair probed, the registry and the versions."""
+        """Probes every prefill-decode pair; also has the registry and the versions."""
         return await self._ask(_DIAGNOSE)
 
     async def model_info(self, model: str = "") -> ModelInfo:
-        """The served model; of several this one, or the first."""
+        """The served model; with several models this one, or the first."""
         return await self._ask(_model_info(model))
 
     async def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:

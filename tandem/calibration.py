@@ -1,4 +1,4 @@
-"""How good the router's estimates were, by path."""
+"""Compares the router's estimates with actual durations, by path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Calibrated(_Dict):
 
 
 def calibration(items: Iterable[Receipt]) -> list[Calibrated]:
-    """Over receipts of single answers with an estimate, whose first attempt went well; a row for each path."""
+    """Uses receipts of single answers with an estimate and a successful first attempt; a row for each path."""
     by_path: dict[Path, list[tuple[float, float]]] = {}
     for item in items:
         guess = item.estimate

@@ -3,9 +3,9 @@
     Client.generate ── collects ──▶ Client.stream ── build_request ──▶ Generate ── StreamReader ──▶ pieces
     Client.workers, scale, autoscaling, drain, audit, ... ── one _Question each ──▶ a value of tandem.results
 
-AsyncClient (async_client.py) awaits where Client blocks. What both have in common is in tandem/rpc: how a request is
-built, and how the answer is read. Every error is a class of tandem.errors. The server validates requests; the client
-refuses only what cannot be put into a message.
+AsyncClient (async_client.py) awaits where Client blocks. tandem/rpc has their common code, which builds requests and
+reads answers. Every error is a class of tandem.errors. The server validates requests; the client refuses only values
+that no message can hold.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Client(_Connection):
         """The completion piece by piece, each as soon as it arrives. The last one has the receipt; with `n` the pieces
         of the answers are mixed, and the last one of each has its receipt.
 
-        The request is sent when the first piece is asked for; `close()`, or dropping the iterator, cancels it.
-        Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
+        The request is sent when the first piece is requested; `close()`, or dropping the iterator, cancels it. Raises
+        InvalidRequest at once for values that cannot be sent, and a TandemError while iterating.
         """
         return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
 
@@ -109,17 +109,18 @@ class Client(_Connection):
             except grpc.RpcError as error:
                 raise from_rpc(error, late=_late(timeout, reader)) from error
             finally:
-                call.cancel()  # does nothing to a call that is over
+                call.cancel()  # no effect on a call that has ended
 
     def submit(self, prompt: Prompt | None = None, *, n: int | None = None, **options: Unpack[Options]) -> Job:
-        """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
+        """Submits a job, whose tokens are stored: it survives the loss of this client and of the router. Returns when
+        the job is stored.
 
-        The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
+        The same `request_id` twice is one job; without one, this call creates one. Raises a TandemError.
         """
         return self._submitted([build_request(prompt, n=n, **options)])[0]
 
     def submit_many(self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]) -> list[Job]:
-        """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
+        """Submits a job for each of up to 128 prompts, all with these options. None is accepted if one is invalid."""
         return self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
 
     def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
@@ -144,11 +145,11 @@ class Client(_Connection):
                 call.cancel()
 
     def job(self, job_id: str) -> Job:
-        """How far it is."""
+        """The job's state and progress."""
         return self._ask(_get_job(job_id))
 
     def cancel(self, job_id: str) -> Job:
-        """Ends it within seconds; one that has ended stays as it is."""
+        """Ends the job within seconds; an ended job does not change."""
         return self._ask(_cancel_job(job_id))
 
     def workers(self) -> Pools:
@@ -163,11 +164,11 @@ class Client(_Connection):
         return self._ask(_scale(prefill, decode, pools))
 
     def autoscaling(self) -> Autoscaling:
-        """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""
+        """The autoscaler's latest verdicts. Raises PreconditionFailed if it is off."""
         return self._ask(_AUTOSCALING)
 
     def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
-        """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
+        """Stops a worker after its requests, or after `grace` seconds. Returns when it is drained."""
         return self._ask(_drain(worker_id, grace))
 
     def adapters(self) -> list[ServedAdapter]:
@@ -175,13 +176,12 @@ class Client(_Connection):
         return self._ask(_ADAPTERS)
 
     def load_adapter(self, name: str, path: str, *, model: str = "") -> ServedAdapter:
-        """Add an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when it can be
-        named. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
+        """Loads an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when requests
+        can name it. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
         return self._ask(_load_adapter(name, path, model))
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that `load_adapter` added; requests that it has already admitted finish. Raises
-        NotFound."""
+        """Unloads an adapter that `load_adapter` loaded; admitted requests finish with it. Raises NotFound."""
         self._ask(_unload_adapter(name))
 
     def audit(self) -> Audit:
@@ -194,11 +194,11 @@ class Client(_Connection):
         return self._ask(_receipts(request_id, limit, within))
 
     def diagnose(self) -> Diagnosis:
-        """Every prefill-decode pair probed, the registry and the versions."""
+        """Probes every prefill-decode pair; also has the registry and the versions."""
         return self._ask(_DIAGNOSE)
 
     def model_info(self, model: str = "") -> ModelInfo:
-        """The served model; of several this one, or the first."""
+        """The served model; with several models this one, or the first."""
         return self._ask(_model_info(model))
 
     def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:

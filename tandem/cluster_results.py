@@ -87,7 +87,7 @@ class Autoscaling(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Drained(_Dict):
-    """What became of the requests of a drained worker."""
+    """The outcome of a drained worker's requests."""
 
     finished: int
     cut: int
@@ -122,7 +122,7 @@ class Held(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class StateLedger(_Dict):
-    """The slots of recurrent states, each with one owner or none; and the copies of states in cached blocks, with which
+    """The slots of recurrent states, each with at most one owner; and the copies of states in cached blocks, with which
     a sequence can begin."""
 
     total: int
@@ -196,7 +196,7 @@ class Pair(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(_Dict):
-    """What `tandem doctor` asks for."""
+    """The data of `tandem doctor`."""
 
     pairs: list[Pair]
     registry_reachable: bool
@@ -253,7 +253,7 @@ def _ledger(ledger: common_pb2.Ledger) -> Ledger:
 
 
 def _sums(ledger: common_pb2.Ledger) -> list[str]:
-    """The sums done again here, so that a ledger is believed for its numbers and not for its word."""
+    """Recomputes the sums from the ledger's numbers instead of trusting its own verdict."""
     faults = []
     counted = ledger.free + ledger.held + ledger.cached
     if counted != ledger.total:

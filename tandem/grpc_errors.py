@@ -1,4 +1,4 @@
-"""The error tree on the wire, both ways. The only place where errors and gRPC statuses meet.
+"""Converts the error tree to gRPC statuses and back. Only this file does so.
 
 Outwards: code, message and `grpc-status-details-bin` with ErrorInfo (reason, domain "tandem"), BadRequest (field and
 bound), RetryInfo; a retryable refusal also carries the `grpc-retry-pushback-ms` trailer. Inwards: the same details
@@ -44,7 +44,7 @@ def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
     return [cls, *(leaf for child in cls.__subclasses__() for leaf in _leaves(child))]
 
 
-# A reason names its class; where a class is raised with another reason, its status decides.
+# A reason determines the class; if a class is raised with another reason, the status decides.
 _BY_REASON = {cls.default_reason: cls for cls in _leaves(TandemError)}
 _BY_STATUS: dict[str, type[TandemError]] = {}
 for _cls in _leaves(TandemError):
@@ -88,12 +88,12 @@ def to_status(error: TandemError) -> status_pb2.Status:
 
 
 def from_rpc(error: grpc.RpcError, *, late: str = "the call timed out") -> TandemError:
-    """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
+    """The error that a peer raised, or the error for the broken call. Works for sync and aio calls.
 
     `late` is the message for a deadline that expired on this side; a peer that noticed it sends its own message.
     """
     code, message = error.code().name, error.details() or ""
-    if code == "UNAVAILABLE" and not _details(error):  # from gRPC, not from a Tandem server: the peer is gone
+    if code == "UNAVAILABLE" and not _details(error):  # from gRPC, not from a Tandem server, so the peer is gone
         return WorkerLost(message or "the connection was lost")
     if code == "DEADLINE_EXCEEDED" and not _details(error):
         return DeadlineExceeded(late)
@@ -127,8 +127,8 @@ def calling(peer: str) -> Iterator[None]:
     """Around calls to `peer`: raises any failure as a TandemError, WorkerLost when the peer is gone.
 
     A server that ends, or a channel that closes, also cancels a call. asyncio then raises CancelledError in a task that
-    was not cancelled, and a task that lets it pass ends silently. Such a cancellation becomes WorkerLost; a
-    cancellation of the task passes.
+    was not cancelled, and the task may end silently. Such a cancellation becomes WorkerLost; a cancellation of the task
+    itself is passed on.
     """
     try:
         yield
@@ -216,7 +216,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             if data is None:
                 return None
             if self._bounded and len(data) > LARGE_BYTES:
-                await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
+                await asyncio.to_thread(check_parts, data, method)  # on a thread, so that streams are not delayed
             try:
                 return parse(data)
             except DecodeError as error:

@@ -1,4 +1,4 @@
-"""A straight line learnt from one point after the other, and how far it stays below a limit. Pure."""
+"""A straight line, learnt from successive points, and the largest x for which it stays below a limit. Pure."""
 
 from __future__ import annotations
 

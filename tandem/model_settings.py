@@ -1,4 +1,4 @@
-"""The settings of each model, where a cluster serves several.
+"""The settings of each model of a cluster that serves several.
 
     [small]                        models.toml: `tandem up --models models.toml`
     model = "demo/model"
@@ -8,8 +8,8 @@
     model = "Qwen/Qwen3-8B"
     kv_dtype = "int8"
 
-A setting that a model's table does not name is the cluster's. The pools of a model are a cluster of their own in the
-registry, CLUSTER.MODEL: their workers, sizes, leases and adapters cannot be taken for those of another model.
+A setting that a model's table omits is the cluster's. In the registry a model's pools are a separate cluster,
+CLUSTER.MODEL, so their workers, sizes, leases and adapters cannot be confused with those of another model.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`models` for several checkpoints without settings of their own, named after their folders. Raises SettingsError
-    for two of one name."""
+    """`models` for several checkpoints without per-model settings, named after their folders. Raises SettingsError for
+    equal names."""
     models: dict[str, dict[str, Any]] = {}
     for folder in folders:
         served = Settings(model=folder).model_names[0]
@@ -96,7 +96,7 @@ def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _check_pools(models: dict[str, Settings]) -> None:
-    """Raises SettingsError for two models whose workers could not be told apart."""
+    """Raises SettingsError for two models with the same pools' name."""
     owners: dict[str, str] = {}
     for name, own in models.items():
         if owners.setdefault(own.cluster, name) != name:

@@ -12,7 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 
 class Bounds(NamedTuple):
-    """Of a number that SamplingParams and Sampling (proto/tandem/v1/sampling.proto) have under the same name."""
+    """The bounds of a number that SamplingParams and Sampling (proto/tandem/v1/sampling.proto) have under the same
+    name."""
 
     least: int
     most: int
@@ -30,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 class Cli(NamedTuple):
-    """That `tandem generate` has an option of this name."""
+    """Marks a parameter as an option of `tandem generate`."""
 
     metavar: str | None
     help: str | None = None
@@ -105,7 +106,7 @@ class GrammarSpec(NamedTuple):
 
 
 class ReasoningTokens(NamedTuple):
-    """How to tell that a model reasons before its answer, and where that ends."""
+    """The tokens that show whether a model reasons before its answer, and where the reasoning ends."""
 
     open: int | None  # it reasons if this is the first generated token; None: it does, since the prompt ends so
     close: tuple[int, ...]  # the tokens that end the reasoning, one after another
@@ -113,7 +114,7 @@ class ReasoningTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, as a worker needs it; `temperature` 0 is greedy. Checked at the router."""
+    """The validated parameters by which a worker chooses the next token; `temperature` 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0

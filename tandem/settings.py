@@ -16,7 +16,8 @@ from tandem.errors import SettingsError
 STRETCH_WITH_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
 # Output tokens for which a decode worker reserves blocks with a prompt, so that a new stream is not preempted at once.
 RESERVED_OUTPUT_TOKENS = 64
-# Of `slo_tpot_s`, for a step with prompts: a stream that arrives during one waits for the rest of it, then for its own.
+# Share of `slo_tpot_s` for a step with prompts: a stream that arrives during such a step waits for its rest, then for
+# its own step.
 PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
@@ -286,7 +287,7 @@ class Settings(BaseSettings):
 
     @property
     def beside_s(self) -> float:
-        """Seconds that a step of streams and prompts may take, also where `stretch` would allow less; 0: none may."""
+        """Seconds that a step of streams and prompts may take even if `stretch` allows less; 0: no such minimum."""
         return 0.0 if self.stream_stretch or self.slo_tpot_s is None else PROMPT_STEP_SHARE * self.slo_tpot_s
 
     @property
@@ -296,12 +297,12 @@ class Settings(BaseSettings):
 
     @property
     def flips(self) -> bool:
-        """Whether workers are to be able to change pools: their engines have what both pools need."""
+        """Whether workers can change pools, so that their engines have the parts of both pools."""
         return self.autoscale == "on" and all(least < most for least, most in self.limits.values())
 
     @property
     def limits(self) -> dict[str, tuple[int, int]]:
-        """The least and the most workers of each pool that the autoscaler may want."""
+        """The minimum and maximum number of workers of each pool for the autoscaler."""
         of_prefill = self.prefill if self.prefill_max is None else self.prefill_max
         of_decode = self.decode if self.decode_max is None else self.decode_max
         return {"prefill": (self.prefill, of_prefill), "decode": (self.decode, of_decode)}
@@ -325,7 +326,7 @@ def load(**overrides: Any) -> Settings:
         name = ".".join(str(part) for part in first["loc"])
         got = "" if name == "cluster_token" else f" (got {first.get('input')!r})"  # a secret, if a wrong one
         raise SettingsError(f"{name}: {first['msg']}{got}", field=name) from None
-    except Unreadable as error:  # of what is not JSON, where the environment must have JSON
+    except Unreadable as error:  # a value in the environment that must be JSON and is not
         field = "models" if "models" in str(error) else "adapters"
         example = '{"name": {"model": "folder"}}' if field == "models" else '{"name": "folder"}'
         raise SettingsError(f"{error}; {field} are JSON like {example}", field=field) from error

@@ -58,7 +58,7 @@ async def _forever(work: Callable[[], Awaitable[object]], name: str) -> None:
 def once(
     work: Coroutine[Any, Any, object], name: str, failed: Callable[[BaseException], object] | None = None
 ) -> asyncio.Task[None]:
-    """A task that runs `work` to its end. `failed` receives what it raised, a cancellation excepted."""
+    """A task that runs `work` to its end. `failed` receives its error, except a cancellation."""
     task = asyncio.create_task(_logged(work, name, failed), name=name)
     _once.add(task)
     task.add_done_callback(_once.discard)
@@ -97,7 +97,7 @@ async def end(task: asyncio.Task[Any] | None) -> None:
 
 
 async def within(event: asyncio.Event, seconds: float | None) -> bool:
-    """Whether the event came within that time."""
+    """Whether the event was set within that time."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()

@@ -1,4 +1,4 @@
-"""How a client reaches a router: channel options, TLS, credentials of a call."""
+"""A client's connection to a router: channel options, TLS, credentials of a call."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Tls:
 
     @classmethod
     def of_environment(cls) -> Tls:
-        """TANDEM_TLS_CA, and where the router asks for a certificate TANDEM_TLS_CLIENT_CERT and ..._KEY."""
+        """TANDEM_TLS_CA, and if the router requires a certificate TANDEM_TLS_CLIENT_CERT and ..._KEY."""
         names = ("TANDEM_TLS_CA", "TANDEM_TLS_CLIENT_CERT", "TANDEM_TLS_CLIENT_KEY")
         return cls(*(Path(os.environ[name]) if os.environ.get(name) else None for name in names))
 

@@ -23,7 +23,7 @@ LONGEST_S = 1e9
 
 
 class Options(SamplingOptions, total=False):
-    """What `generate` and `stream` take besides the prompt. Absent or None: the server's default."""
+    """The options of `generate` and `stream`. Absent or None: the server's default."""
 
     messages: Sequence[Mapping[str, Any]] | None
     """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template. Of an
@@ -81,7 +81,7 @@ KINDS = {
 def build_request(
     prompt: Prompt | None, *, n: int | None = None, **options: Unpack[Options]
 ) -> generation_pb2.GenerateRequest:
-    """The message for these options. Raises InvalidRequest or TooLarge for what no message can hold."""
+    """The message for these options. Raises InvalidRequest or TooLarge for values that no message can hold."""
     request = generation_pb2.GenerateRequest()
     fields: dict[str, Any] = {**options, "n": n}
     _set_input(request, prompt, fields.pop("messages", None))

@@ -20,7 +20,7 @@ class StreamReader:
     """Turns the events of one Generate call into pieces, and refuses a stream with a gap or without an end.
 
     A stream that lost or repeated a message must never look like a shorter or longer answer. Create it when the request
-    is sent: the time to the first token counts from then.
+    is sent, because the time to the first token counts from then.
     """
 
     def __init__(self, from_token: int = 0) -> None:
@@ -112,7 +112,7 @@ def completions(pieces: list[Piece]) -> list[Completion]:
 
 
 def completion(pieces: list[Piece]) -> Completion:
-    """The pieces of one answer as one value. The last one has the receipt (StreamReader saw to it)."""
+    """The pieces of one answer as one value. The last one has the receipt, which StreamReader ensures."""
     reason, receipt = pieces[-1].finish_reason, pieces[-1].receipt
     assert reason is not None
     assert receipt is not None

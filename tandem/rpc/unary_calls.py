@@ -1,4 +1,4 @@
-"""The unary calls of both clients: request, method, and how the answer is read; and the span around a call."""
+"""The unary calls of both clients: request, method, and conversion of the answer; and the span around a call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ADAPTERS: _Question[list[ServedAdapter]] = _Question(
 
 
 def _call_span(name: str, target: str) -> tracing.Span:
-    """Of one generation or submission, in the application's own traces, if it has set up OpenTelemetry."""
+    """The span of one generation or submission, in the application's traces if it has set up OpenTelemetry."""
     return tracing.of_application().call(name, {"server.address": target})
 
 

@@ -1,4 +1,4 @@
-"""How the metrics of a process are exposed: with its labels, under vLLM's names as well, as text and over HTTP."""
+"""Exposes the metrics of a process: with its labels, optionally under vLLM's names as well, as text and over HTTP."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _Joined(Collector):
 
 
 class Exposition:
-    """The metrics of one process for Prometheus: of a router those of each of its models, by the label model."""
+    """The metrics of one process for Prometheus; a router has those of each of its models, with the label model."""
 
     def __init__(self, settings: Settings, parts: Sequence[Exposed]) -> None:
         self._settings = settings

@@ -23,7 +23,7 @@ from structlog.typing import Processor
 
 from tandem.settings import Settings
 
-MAX_VALUE_CHARACTERS = 2000  # of one value of a line; the end of a traceback says more than its beginning
+MAX_VALUE_CHARACTERS = 2000  # of one value of a line; does not apply to tracebacks
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 Event = MutableMapping[str, Any]
@@ -32,7 +32,7 @@ _configured: dict[tuple[str, str], list[Processor]] = {}
 
 
 class _Stderr:
-    """Whatever stderr is when a line is written."""
+    """The current stderr, looked up for each line."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -95,8 +95,8 @@ def _of_process(logger: Any, method: str, event: Event) -> Event:
 
 
 def _bounded(logger: Any, method: str, event: Event) -> Event:
-    """A value may quote what a client sent: it must neither begin a line of its own nor move the terminal's cursor, and
-    not fill the disk."""
+    """Escapes and truncates values, because they may quote a client's input, which must neither begin a new line nor
+    move the terminal's cursor nor fill the disk."""
     for name, value in event.items():
         if isinstance(value, str):
             if len(value) > MAX_VALUE_CHARACTERS:

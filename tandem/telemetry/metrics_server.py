@@ -1,7 +1,7 @@
 """An HTTP server on a separate thread: /metrics for Prometheus, /healthz and /readyz for probes.
 
-Probes have a port of their own because kubelet has no certificate and no key: the other ports may require both. Their
-answers come from the process's event loop, so that a loop which is stuck does not look alive.
+Probes have a separate port, because kubelet has no certificate and no key, which the other ports may require. The
+process's event loop answers them, so a stuck loop does not appear alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE_TIMEOUT_S = 5.0  # for the event loop to answer a probe
 
 
 class Probes:
-    """What the process says of itself: /healthz is 200 while its event loop answers, /readyz while also `ready()`."""
+    """The process's probes: /healthz is 200 while its event loop answers, /readyz while also `ready()`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
         """`ready` runs on `loop`."""
