@@ -75,7 +75,7 @@ class Chat:
         self._ask(question)
 
     def _choose_model(self, name: str) -> None:
-        """A request names an adapter, or none for the model itself, and the model where there are several."""
+        """Sets the adapter of the requests, empty for the model itself, and the model if there are several."""
         chosen = self.client.model_info(self.options.get("model") or "")
         others = [self.client.model_info(one) for one in chosen.models if one != chosen.model]
         if not name:
@@ -98,7 +98,7 @@ class Chat:
             self.tell(receipt_rendering.receipt(self.receipt))
 
     def _ask(self, question: str) -> None:
-        """Streams the answer. A question that fails is dropped; an answer that Ctrl-C ends is kept as far as it is."""
+        """Streams the answer. A failed question is dropped; an answer that Ctrl-C ends is kept as it is."""
         self.messages.append({"role": "user", "content": question})
         system: list[dict[str, str | bytes]] = [{"role": "system", "content": self.system}] if self.system else []
         answer = reasoning = ""
@@ -147,7 +147,7 @@ def typed(prompt: str = "> ") -> Iterator[str]:
     while True:
         try:
             yield input(prompt)
-        except KeyboardInterrupt:  # the line is thrown away, as in a shell
+        except KeyboardInterrupt:  # the line is discarded, as in a shell
             print()
         except EOFError:
             print()

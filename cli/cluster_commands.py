@@ -1,4 +1,4 @@
-"""`tandem up`, `demo` and `plan`: what needs no cluster that runs."""
+"""`tandem up`, `run`, `demo` and `plan`: the commands that need no running cluster."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _models(folders: list[str], file: Path | None) -> dict[str, object]:
 
 
 def _parse_adapters(options: list[str] | None) -> dict[str, str] | None:
-    """None if there are none, so that the environment may have some."""
+    """None without options, so that the environment's adapters count."""
     adapters: dict[str, str] = {}
     for text in options or ():
         name, _, folder = text.partition("=")

@@ -25,7 +25,7 @@ NON_PROCESS_PHASES = ("retries", "prefill_compute", *QUEUE_PHASES)
 
 @dataclass(frozen=True, slots=True)
 class LatencyAttribution:
-    """About one request. `parts` are seconds by cause, together `lost`."""
+    """The lost time of one request. `parts` are seconds by cause, in total `lost`."""
 
     receipt: Receipt
     parts: dict[str, float]
@@ -41,7 +41,7 @@ class LatencyAttribution:
 
 
 def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
-    """Those that lost most, the worst first."""
+    """The requests that lost the most time, the worst first."""
     rates = [receipt.tpot for receipt in receipts if receipt.completion_tokens > 1]
     usual = statistics.median(rates) if rates else 0.0
     attributions = [of(receipt, usual) for receipt in receipts]

@@ -1,5 +1,4 @@
-"""The command line: `tandem up`, `run`, `generate`, `chat`, `workers`, `scale`, `autoscale`, `drain`, `adapters`,
-`audit`, `doctor`, `slow`, `demo`.
+"""The command line, `tandem`.
 
 Facts go to stdout, with `--output json` as one JSON value and nothing else; progress and errors go to stderr. The exit
 code is 0 only on success, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C. Commands import what they need

@@ -1,5 +1,5 @@
-"""What an operator asks a cluster: `tandem workers`, `scale`, `autoscale`, `drain`, `adapters`, `audit`, `doctor`,
-`explain`, `slow`, `calibration`."""
+"""The operator's commands: `tandem workers`, `scale`, `autoscale`, `drain`, `adapters`, `audit`, `doctor`, `explain`,
+`slow`, `calibration`."""
 
 from __future__ import annotations
 

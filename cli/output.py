@@ -1,4 +1,4 @@
-"""What commands share: how they find the cluster, how they print, and how an error ends them."""
+"""Common code of the commands: connection, output, and errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def reported(target: str | None = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output has gone; so must we, without a second error at exit
+    except BrokenPipeError:  # the reader of the output is gone; exit without a second error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except TandemError as error:
