@@ -313,8 +313,9 @@ class _Bucket:
         if owner:
             written, gone_on = used.clone(), self._states(slots)
             used.copy_(before)
-            for slot, state in zip(slots, begun, strict=True):
-                states.row(slot).copy_(state)
+            if states is not None:
+                for slot, state in zip(slots, begun, strict=True):
+                    states.row(slot).copy_(state)
         self._all_ranks()
         self.fill(ids, positions, tables, slots)
         replayed = self.replay()[:count]
