@@ -257,8 +257,10 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
         assert cluster.workers["decode-0"].engine.scheduler.preemptions > 0
         several = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, n=3)
         assert [each.token_ids for each in several] == [wanted[0][:NEW]] * 3
-        for each in several[1:]:  # as other requests: from the prefill worker's snapshot, with a state of their own
-            assert (each.receipt.path, each.receipt.cached_tokens) == ("disaggregated", 32)
+        # As other requests: whichever comes first computes the prompt, the others go on from its snapshot, with a state
+        # of their own.
+        assert {each.receipt.path for each in several} == {"disaggregated"}
+        assert sorted(each.receipt.cached_tokens for each in several)[1:] == [32, 32]
         await cluster.freed()
         assert await cluster.ledgers_balance()
 
