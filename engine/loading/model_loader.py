@@ -45,7 +45,6 @@ from engine.runner import recurrences, traced_forward
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
 
-GENERATION = "generation_config.json"
 # What transformers raises for a config that it does not take; the last one has its reason as the cause.
 BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError)
 
@@ -353,7 +352,7 @@ def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _add_generation(module: PreTrainedModel, folder: Path) -> None:
-    if (folder / GENERATION).is_file():
+    if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
 
 
