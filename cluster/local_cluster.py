@@ -293,7 +293,7 @@ class LocalCluster:
             stopping = [one.handle.stop(max(0.0, deadline - monotonic())) for one in batch]
             for stopped in stopping:
                 stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
-            while not all(stopped.done() for stopped in stopping):
+            while any(map(_still_reports, batch, stopping)):
                 left = deadline + 2 * STOP_MARGIN_S - monotonic()
                 if left <= 0:
                     break
@@ -363,6 +363,11 @@ def _ready_lines(cluster: LocalCluster) -> str:
         return f"{http}ready {cluster.target} ({routers}models {', '.join(settings.models)})"
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
     return f"{http}ready {cluster.target} ({routers}{workers}, model {settings.model})"
+
+
+def _still_reports(supervised: _Supervised, stopped: Future[int]) -> bool:
+    """Whether its end, or an event before that, has not been reported yet."""
+    return not stopped.done() or (stopped.exception() is None and supervised.seq < stopped.result())
 
 
 @contextmanager

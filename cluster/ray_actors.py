@@ -210,10 +210,11 @@ class SupervisorActor:
     async def events(self, after: int) -> list[Event]:
         return await self._loop.events(after)
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> int:
         await end(self._scaling)
-        await self._loop.stop(grace_s)
+        last = await self._loop.stop(grace_s)
         await self._registry.close()
+        return last
 
     async def leave(self) -> None:
         """Before another supervisor takes over: see Supervisor.leave."""

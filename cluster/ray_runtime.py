@@ -75,8 +75,8 @@ class SupervisorHandle:
         """Events after that one; waits for the first."""
         return _future(self._actor.events.remote(after))
 
-    def stop(self, grace_s: float) -> Future[None]:
-        """Drains and ends every worker."""
+    def stop(self, grace_s: float) -> Future[int]:
+        """Drains and ends every worker. Gives the number of the last event."""
         return _future(self._actor.stop.remote(grace_s))
 
     def end(self) -> None:

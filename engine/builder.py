@@ -32,6 +32,7 @@ from engine.parallel.leader import Ranks
 from engine.parallel.rank_memory import Loading, described
 from engine.parallel.tp_plan import check_plan, check_settings
 from engine.runner.model_runner import ModelRunner
+from tandem.checkpoint import read_json
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
 from tandem.settings import Settings
 
@@ -287,7 +288,7 @@ def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
         return DTYPES[settings.dtype]
     if device.type == "cpu":
         return torch.float32
-    config = checkpoint.read_json(checkpoint.resolve(settings.model) / "config.json")
+    config = read_json(checkpoint.resolve(settings.model) / "config.json")
     own = next(
         (section[key] for section in (config, config.get("text_config") or {}) for key in KEYS if section.get(key)),
         None,

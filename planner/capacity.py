@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts, slot_bytes
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
-from engine.loading.checkpoint import read_json, weight_files
 from planner import kv_calls, packed, recurrent
 from planner.kv_calls import Call, first
 from planner.recurrent import NONE, States
+from tandem.checkpoint import read_json, weight_files
 from tandem.errors import CheckpointRefused, SettingsError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

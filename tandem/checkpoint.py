@@ -1,12 +1,15 @@
-"""Checks that a setting can name a checkpoint or an adapter, from name and folder alone: no torch, no network."""
+"""Folders of checkpoints and adapters, from names and JSON files alone: no torch, no network."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tandem.errors import CheckpointRefused, SettingsError
 
 ADAPTER_CONFIG = "adapter_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def folder_of(model: str) -> Path | None:
@@ -32,6 +35,37 @@ def hub_revision(model: str) -> tuple[str, str | None]:
     """The id and the revision (commit, tag or branch) of a hub id, which may be `org/name@revision`."""
     hub_id, _, revision = model.partition("@")
     return hub_id, revision or None
+
+
+def weight_files(folder: Path, config: dict[str, Any]) -> list[Path]:
+    """Those that transformers reads: what the config names, else a single file, else those of an index, whatever else
+    is in the folder. Raises CheckpointRefused if one is missing."""
+    named = config.get("transformers_weights")
+    entry = folder / str(named or (SINGLE if (folder / SINGLE).is_file() else INDEX))
+    if not entry.is_file():
+        what = f"{entry.name}, which its config names" if named else f"{SINGLE} and no {INDEX}"
+        raise CheckpointRefused(f"{folder} has no {what}; only safetensors weights are read")
+    if entry.suffix != ".json":
+        return [entry]
+    weight_map = read_json(entry).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointRefused(f"{entry} has no weight_map; download the checkpoint again")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointRefused(f"{folder} lacks {', '.join(missing)}, which its index names; finish the download")
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointRefused if the file cannot be read or has no JSON object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointRefused(f"{file} is not a JSON object")
+    return content
 
 
 def check_adapter(name: str, folder: str) -> None:

@@ -122,9 +122,10 @@ class Supervisor:
         self._keeping = asyncio.create_task(lease.keep(), name="lease")
         self._keeping.add_done_callback(lambda _: self._wake.set())
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> int:
         """Drains everything, routers first so that no new request arrives, and ends run(). A supervisor that has just
-        restarted first waits until it has found the earlier workers, which would otherwise remain."""
+        restarted first waits until it has found the earlier workers, which would otherwise remain. Returns the number
+        of the last event."""
         self._stopping = True
         self._wake.set()
         await self._found_survivors.wait()
@@ -136,6 +137,7 @@ class Supervisor:
             await asyncio.gather(*(self._drain(worker, left) for worker in pool))
             await asyncio.gather(*(worker.ended.wait() for worker in pool))
         await self.leave()
+        return self._seq
 
     async def leave(self) -> None:
         """Ends run() and leaves the workers to another supervisor, which need not wait for the lease."""

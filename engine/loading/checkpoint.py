@@ -14,13 +14,12 @@ from typing import Any
 
 import xxhash
 
-from tandem.checkpoint import folder_of, hub_revision
+from tandem.checkpoint import folder_of, hub_revision, read_json, weight_files
 from tandem.errors import CheckpointRefused
 
 WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; larger weight files are sampled
 SAMPLES = 4096
 SAMPLE_BYTES = 4096
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def resolve(path: str) -> Path:
@@ -64,37 +63,6 @@ def check_folder(folder: Path) -> list[Path]:
     for file in files:
         check_safetensors(file)
     return files
-
-
-def weight_files(folder: Path, config: dict[str, Any]) -> list[Path]:
-    """Those that transformers reads: what the config names, else a single file, else those of an index, whatever else
-    is in the folder. Raises CheckpointRefused if one is missing."""
-    named = config.get("transformers_weights")
-    entry = folder / str(named or (SINGLE if (folder / SINGLE).is_file() else INDEX))
-    if not entry.is_file():
-        what = f"{entry.name}, which its config names" if named else f"{SINGLE} and no {INDEX}"
-        raise CheckpointRefused(f"{folder} has no {what}; only safetensors weights are read")
-    if entry.suffix != ".json":
-        return [entry]
-    weight_map = read_json(entry).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointRefused(f"{entry} has no weight_map; download the checkpoint again")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointRefused(f"{folder} lacks {', '.join(missing)}, which its index names; finish the download")
-    return files
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointRefused if the file cannot be read or has no JSON object."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointRefused(f"{file} is not a JSON object")
-    return content
 
 
 def check_safetensors(file: Path) -> None:

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load
 
 from engine.core.block_hash import DIGEST_BYTES
-from engine.loading.checkpoint import check_safetensors, read_json
+from engine.loading.checkpoint import check_safetensors
 from engine.runner.lora import Adapter, LowRank
+from tandem.checkpoint import read_json
 from tandem.errors import CheckpointRefused
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

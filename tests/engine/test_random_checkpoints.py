@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from engine.loading.checkpoint import check_folder, read_json
+from engine.loading.checkpoint import check_folder
 from loadtest.harness.random_checkpoints import HYBRID, REAL, SHAPES, SPARSE, TINY, main, make_checkpoint
+from tandem.checkpoint import read_json
 
 
 def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:

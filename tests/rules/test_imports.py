@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"cli", "tandem", "cluster.local_cluster", "planner"},
     "planner": {
         *("planner", "engine.core.packing_scheme", "engine.core.weight_formats", "engine.core.kv_layout"),
-        *("engine.loading.checkpoint", "engine.loading.model_loader", "engine.parallel.tp_plan", "tandem.errors"),
+        *("engine.loading.model_loader", "engine.parallel.tp_plan", "tandem.checkpoint", "tandem.errors"),
     },
     "tandem": {"tandem"},
     "tandem.__main__": {"cli.main"},  # `python -m tandem` is the `tandem` command
@@ -179,7 +179,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 OURS = ("cli", "tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loadtest")
 
-# Pure Python: the simulator runs them. No tensors, no clock, no sockets.
+# Pure Python. No tensors, no clock, no sockets.
 PURE = (
     *(
         "engine/core/block_pool.py",
