@@ -91,12 +91,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             least = 0 if model.key else MIN_POOL_SIZES[role]
             if not least <= size <= MAX_POOL_SIZE:
                 raise InvalidRequest(f"{pool} is {size}", field=f"wanted.{pool}", bound=f"{least} to {MAX_POOL_SIZE}")
-        changed = {pools[pool][0].key: pools[pool][0] for pool in request.wanted}
-        for model in changed.values():
+        wanted_sizes: dict[str, dict[str, int]] = {}  # by model and role, in their order; a protobuf map has none
+        for pool, (model, role) in pools.items():
+            if pool in request.wanted:
+                wanted_sizes.setdefault(model.key, {})[role] = request.wanted[pool]
+        changed = [model for model in self._models if model.key in wanted_sizes]
+        for model in changed:
             await self._check_scalable(model)
         done: list[str] = []
-        for model in changed.values():  # each has keys of its own in the registry, which no single script may write
-            sizes = {pools[pool][1]: size for pool, size in request.wanted.items() if pools[pool][0] is model}
+        for model in changed:  # each has keys of its own in the registry, which no single script may write
+            sizes = wanted_sizes[model.key]
             try:
                 await model.pools.registry.set_wanted(sizes)
             except Unavailable as error:
