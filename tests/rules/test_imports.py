@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tandem.__main__": {"cli.main"},  # `python -m tandem` is the `tandem` command
     "tandem.linear_fit": set(),
     "tandem.sampling": set(),
-    "engine": {"engine", "tandem.errors", "tandem.linear_fit", "tandem.sampling", "tandem.settings"},
-    "engine.loading": {"engine", "tandem.checkpoint", "tandem.errors"},
+    "engine": {
+        *("engine", "tandem.checkpoint", "tandem.errors", "tandem.linear_fit", "tandem.sampling", "tandem.settings"),
+    },
     "kvtransfer": {"kvtransfer", "tandem.errors"},
     "kvtransfer.types": {"tandem.errors"},
     "kvtransfer.transport": {"kvtransfer.types", "tandem.errors"},
