@@ -35,8 +35,8 @@ class States(Protocol):
     blocks: int  # blocks of a copy of one state
 
     def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
-        """Gives it a slot with the deepest state that is known of its beginning, and returns the hashes of the blocks
-        up to there, with which a table of so many blocks can be taken; None without a free slot or such a table."""
+        """Gives the sequence a slot with the deepest stored state of its prefix, and returns the hashes of the blocks
+        up to that state. Returns None if no slot is free or the pool cannot allocate a table of so many blocks."""
 
     def cut(self, sequence: Sequence, count: int) -> int:
         """How many of the next `count` tokens to compute, so that a snapshot can be stored after them."""

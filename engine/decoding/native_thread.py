@@ -67,7 +67,7 @@ class NativeCall(Generic[T]):
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self.result.set_result(work())
-        except Exception as error:  # raised to whoever asks for the result
+        except Exception as error:  # the future raises it
             self.result.set_exception(error)
 
     def ends_within(self, cpu_s: float) -> bool:

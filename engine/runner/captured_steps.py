@@ -17,7 +17,8 @@ Where there are recurrent layers, two more lists have the rows of the states tha
 that belongs to no sequence.
 
 The tensors of a bucket stay in place. A step fills one buffer (on CUDA pinned memory, copied to the device in one
-transfer) and replays. A captured step is compared with the same step uncaptured before it serves.
+transfer) and replays. A captured step is compared with the same step uncaptured before it serves
+(engine/runner/capture_check.py).
 
 The ranks of one worker capture together, each its own operators, and each replays them: sums over ranks are operators
 like others. They serve a bucket only if all of them found it right.
@@ -27,16 +28,17 @@ like others. They serve a bucket only if all of them found it right.
 
 from __future__ import annotations
 
-import gc
-import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.attention.forward_context import Batch, Step
 from engine.kernels import REFERENCE
-from engine.kv.kv_quantization import quantise
+from engine.runner.capture_check import difference
 
 if TYPE_CHECKING:
     from engine.kv.kv_cache import KvCache
@@ -49,7 +51,6 @@ LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them
 CPU_BYTES = 4 << 30  # read by a step: 0.25 s at 17 GB/s, and a capture saves 2 to 4 ms but costs five steps a bucket
 LONGS = 6  # lists of a bucket: ids, positions, blocks and offsets of their KV, and which states they read and write
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
-GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 
 
 class Uncapturable(Exception):
@@ -74,20 +75,35 @@ def capture_for(model: ModelRunner) -> Capture:
 
 
 def operators_by_modules(call: Call) -> Call:
-    """As `operators`, of a forward by transformers' modules. Refused if they keep a tensor of a step: each replay would
-    change it. What they make in their first step they may keep, since it is no part of the captured one."""
+    """As `operators`, of a forward by transformers' modules. Refused if they keep a tensor of a step, because each
+    replay would change it. What they make in their first step and keep is not part of the captured one."""
     call()
-    before = _tensors()  # which stay, so that no new one has the same id
-    out = call()
-    kept = [each for id_, each in _tensors().items() if id_ not in before and each is not out]
+    with _Made() as made:
+        out = call()
+    kept = made.alive - {id(out)}
     if kept:
         raise Uncapturable(f"the forward keeps {len(kept)} tensors of a step, which each replay would change")
     return operators(call)
 
 
-def _tensors() -> dict[int, torch.Tensor]:
-    """All of this process, by id."""
-    return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its hooks
+    """Notes the tensors that operators make on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(each) for each in tree_leaves((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        made = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and id(each) not in given)
+        self._made += map(weakref.ref, made)
+        return result
+
+    @property
+    def alive(self) -> set[int]:
+        """The ids of those that somebody still holds."""
+        return {id(each) for made in self._made if (each := made()) is not None}
 
 
 def operators(call: Call) -> Call:
@@ -157,6 +173,7 @@ class Decode:
             for rows in reversed(sizes):  # the largest first: the others fit into its memory
                 try:
                     self._buckets.insert(0, _Bucket(model, pages, rows, self._width, spare, capture))
+                    problem = difference(self._buckets[0], model, pages, spare)
                 except (RuntimeError, AttributeError) as error:  # a step that asks the device or the batch for numbers
                     if model.group is not None and model.group.broken:
                         raise
@@ -164,6 +181,8 @@ class Decode:
                 finally:
                     if pages.states is not None:
                         pages.states.forget()
+                if problem is not None:
+                    raise Uncapturable(problem)
         self.sizes = tuple(sizes)
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
@@ -242,9 +261,7 @@ class _Bucket:
         self._wanted = torch.arange(rows, device=model.device)
         self._model, self._pages = model, pages
         self.fill()
-        self.replay = capture(self._call)
-        if (differs := self._differs()) is not None:
-            raise Uncapturable(differs)
+        self.replay = capture(self.call)
 
     def fill(
         self,
@@ -281,111 +298,10 @@ class _Bucket:
         if fed is not None:
             self._step.input_ids[0, :count] = fed
 
-    def _call(self) -> torch.Tensor:
+    def call(self) -> torch.Tensor:
+        """The step itself, over what `fill` has put there: float32 logits of all rows."""
         self._step.begin()
         return self._model.run(self._step, self._wanted).float()
-
-    def _differs(self) -> str | None:
-        """Compares the replay with the step itself, over another batch than the recorded one; None if it is the same.
-
-        Takes as many sequences as fit into blocks 0 and on, with random KV in them, and leaves those zeroed. Of several
-        ranks the first does what concerns the memory of all, and each compares its logits.
-        """
-        pages, size, states = self._pages, self._size, self._pages.states
-        per = 2 if self._model.max_model_len > size and self._spare > 1 else 1
-        count = min(self.rows, self._spare // per)
-        rng = random.Random(self.rows)
-        first = 0 if states is None else 1  # a first token has no state to go on from
-        positions = [rng.randrange(first, min(per * size, self._model.max_model_len)) for _ in range(count)]
-        ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
-        tables = [[per * row + block for block in range(per)] for row in range(count)]
-        slots = [] if states is None else list(range(count))
-        if slots:
-            self._begin_states(tables)
-        used = pages.buffer[: per * count]
-        owner = self._model.group is None or self._model.group.rank == 0
-        if owner:
-            _randomise_all(pages.all_heads(), per * count, self.rows)
-            before, begun = used.clone(), self._states(slots)
-        self._all_ranks()
-        expected = self._uncaptured(ids, positions, tables, slots)
-        self._all_ranks()
-        if owner:
-            written, gone_on = used.clone(), self._states(slots)
-            used.copy_(before)
-            if states is not None:
-                for slot, state in zip(slots, begun, strict=True):
-                    states.row(slot).copy_(state)
-        self._all_ranks()
-        self.fill(ids, positions, tables, slots)
-        replayed = self.replay()[:count]
-        if states is not None:
-            states.commit()
-        self._all_ranks()
-        exact = pages.buffer.device.type == "cpu"
-        gap = ((replayed - expected).abs().amax(-1) / expected.std(-1)).max().item()
-        same = torch.equal(replayed, expected) if exact else gap <= GAP
-        if owner:
-            same = same and (not exact or torch.equal(used, written))
-            same = same and all(map(torch.equal, self._states(slots), gone_on))
-            used.zero_()
-        same = self._all_ranks(same)
-        self.fill()
-        if same:
-            return None
-        return f"{self.rows} rows: the captured step differs from the step itself by {gap:.2g} of the logits' spread"
-
-    def _uncaptured(
-        self, ids: list[int], positions: list[int], tables: list[list[int]], slots: list[int]
-    ) -> torch.Tensor:
-        """Logits of the step itself, one row for each sequence. With states it is the step that the engine would run
-        without a capture: it reads and writes all of them."""
-        if not slots:
-            self.fill(ids, positions, tables)
-            return self._call()[: len(ids)].clone()
-        batch = Batch(slots=slots)
-        for token, position, table in zip(ids, positions, tables, strict=True):
-            batch.add([token], position, table, [0])
-        return self._forward(batch)
-
-    def _begin_states(self, tables: list[list[int]]) -> None:
-        """Of as many slots, after two tokens of prompts."""
-        batch, count = Batch(slots=list(range(len(tables)))), min(2, len(tables[0]) * self._size)
-        for row, table in enumerate(tables):
-            batch.add([(row + place) % self._model.vocab_size for place in range(count)], 0, table, [0])
-        self._forward(batch)
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        logits = self._model.forward(self._pages, batch)
-        assert self._pages.states is not None
-        self._pages.states.commit()
-        return logits
-
-    def _states(self, slots: list[int]) -> list[torch.Tensor]:
-        """Copies of these slots' states."""
-        return [self._pages.states.row(slot).clone() for slot in slots] if self._pages.states is not None else []
-
-    def _all_ranks(self, yes: bool = True) -> bool:
-        """Whether all ranks say yes, when all have come here."""
-        group = self._model.group
-        return yes if group is None else group.all_say(yes)
-
-
-def _randomise_all(pages: KvCache, blocks: int, seed: int) -> None:
-    generator = torch.Generator(pages.buffer.device).manual_seed(seed)
-    calls = zip((*pages.k, *pages.v), (*pages.k_scales, *pages.v_scales), strict=True)
-    for view, scales in calls:
-        _randomise(view[:blocks], None if scales is None else scales[:blocks], generator)
-
-
-def _randomise(kv: torch.Tensor, scales: torch.Tensor | None, generator: torch.Generator) -> None:
-    """Fills `kv [blocks, block_size, heads, dim]`, quantised where there are `scales`."""
-    if scales is None:
-        kv.normal_(generator=generator)
-        return
-    elements, own = quantise(torch.randn(kv.shape, generator=generator, device=generator.device), kv.dtype)
-    kv.view(torch.uint8).copy_(elements.view(torch.uint8))  # fp8 itself cannot be copied everywhere
-    scales.copy_(own)
 
 
 def _views(buffer: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ import torch
 import typer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from engine.attention.forward_context import Batch
 from engine.core.engine_config import EngineConfig
@@ -149,6 +150,7 @@ class Steps:
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         self._theirs = model_of(config, dtype)
+        transformers_logging.disable_progress_bar()
         with TemporaryDirectory() as folder:
             self._theirs.save_pretrained(folder)
             self._ours = load_model(folder, dtype=dtype, device=CPU, max_model_len=LONGEST, block_size=16)
@@ -216,4 +218,4 @@ def main(
                 sides = {"theirs": steps.transformers(count), "ours": captured, "not": steps.engine(count, False)[0]}
                 times = in_turn({key: partial(processor_s, side) for key, side in sides.items()}, repeats)
                 theirs, ours, plain = (min(times[key]) * 1e3 for key in sides)
-                print(f"| {count} sequences, {how} | {theirs:.1f} | {ours:.1f} | {plain:.1f} | {ours / theirs:.2f} |")
+                print(f"| decode, {count}, {how} | {theirs:.1f} | {ours:.1f} | {plain:.1f} | {ours / theirs:.2f} |")

@@ -194,7 +194,7 @@ class KvLandings:
     async def _close(self, landing: KvLanding) -> None:
         try:
             await asyncio.to_thread(landing.transport.close)
-        except InternalError:  # bytes may still come, into a staging that nobody reads any more
+        except InternalError:  # bytes may still arrive, in a staging that is not read any more
             log.exception("landing.transport_not_closed", layout=landing.layout.hash())
             self._not_closed.append(landing)
 

@@ -7,6 +7,7 @@ import secrets
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -123,6 +124,16 @@ def said(folder: Path) -> str:
     )
 
 
+def router_of(start: Start, drivers: list[Pod], folder: Path) -> Pod:
+    """A router that is ready; fails with what the drivers and the workers have said."""
+    router = start("router")
+    try:
+        router.wait_ready(SOON_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{[one.process.text() for one in drivers]}\n{said(folder)}") from None
+    return router
+
+
 def started(folder: Path, worker: str) -> int:
     """How often a supervisor has said that this worker serves. A router hears of it earlier."""
     logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
@@ -132,24 +143,24 @@ def started(folder: Path, worker: str) -> int:
 
 @contextmanager
 def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]]:
-    """Streams inside the block, which begins when each worker has some: why this worker's attempt of one that has ended
-    was not its last, other than that it took it no more. Fails if a stream does, or has other tokens."""
+    """Streams inside the block, which begins when two have ended on this worker: why this worker's attempt of one that
+    has ended was not its last, other than that it took it no more. Fails if a stream does, or has other tokens."""
     again: list[str] = []
-    ended, stop = threading.Semaphore(0), threading.Event()
+    served, stop = Counter[str](), threading.Event()
 
     def run() -> None:
         while not stop.is_set():
             apart: Any = {"cache_salt": secrets.token_bytes(16)}  # else all could go where the prompt is cached
             answer = client.generate(PROMPT, max_tokens=len(expected), ignore_eos=True, timeout=SOON_S, **apart)
             assert answer.token_ids == expected
-            ended.release()
+            served[answer.receipt.decode_worker] += 1
             notes = [note for note in answer.receipt.notes if note.startswith("attempt ") and f" {worker}" in note]
             again.extend(note for note in notes if not note.endswith(NOT_TAKEN))
 
     with ThreadPoolExecutor(STREAMS) as pool:
         running = [pool.submit(run) for _ in range(STREAMS)]
         try:
-            assert all(ended.acquire(timeout=SOON_S) for _ in range(STREAMS))
+            wait_until(lambda: served[worker] >= 2, SOON_S, lambda: (dict(served), running))
             yield again
         finally:
             stop.set()
@@ -185,11 +196,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
         nodes[pool] = node(start, pool)
         nodes[pool].wait_ready()
-    router = start("router")
-    try:
-        router.wait_ready(SOON_S)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{driver.process.text()}\n{said(folder)}") from None
+    router = router_of(start, [driver], folder)
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         workers = {"prefill-0": nodes["prefill"].ip, "decode-0": nodes["decode"].ip}
         when(client, workers)
@@ -252,11 +259,7 @@ def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder
         for driver in drivers:
             driver.process.wait_for("ready")
         nodes = {model: node(start, f"{model}-decode") for model in ("small", "chat")}
-        router = start("router")
-        try:
-            router.wait_ready(SOON_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{[one.process.text() for one in drivers]}\n{said(folder)}") from None
+        router = router_of(start, drivers, folder)
         with Client(f"{router.ip}:{router.port('grpc')}") as client:
 
             def hosts() -> dict[str, str]:

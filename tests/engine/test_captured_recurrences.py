@@ -4,6 +4,7 @@ that is not captured."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def captured(model: ModelRunner, pages: KvCache) -> Decode:
 
 
 def batch_of(done: dict[int, int], which: Sequence[int], count: int, rng: random.Random) -> Batch:
-    """`count` tokens of each of these sequences, of which so many are `done`; a sequence's number is its slot, too."""
+    """The next `count` tokens of these sequences, after their `done` tokens. A sequence's number is also its slot."""
     batch = Batch(slots=list(which))
     for sequence in which:
         tokens = [rng.randrange(384) for _ in range(count)]
@@ -197,6 +198,23 @@ def test_a_forward_that_keeps_a_tensor_of_a_step_is_not_captured(
             captured(lfm2, pages_of(lfm2))
     finally:
         hook.remove()
+
+
+def test_what_another_thread_makes_during_a_step_is_not_kept_by_the_forward(lfm2: ModelRunner) -> None:
+    """Workers of one process load at the same time."""
+    others: list[torch.Tensor] = []
+
+    def beside(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: others.append(torch.ones(2) * 2))
+        thread.start()
+        thread.join()
+
+    hook = lfm2.module.get_input_embeddings().register_forward_hook(beside)  # type: ignore[operator]
+    try:
+        captured(lfm2, pages_of(lfm2))
+    finally:
+        hook.remove()
+    assert len(others) > 3
 
 
 def test_recurrent_layers_are_not_captured_on_a_gpu(lfm2: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from engine.gpu.varlen import FA3
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_cache_spec import CallFacts
 from engine.loading.model_loader import load_model
-from engine.runner import captured_steps
+from engine.runner import capture_check, captured_steps
 from engine.runner.captured_steps import Call, Decode, Uncapturable, buckets, operators
 from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import TINY
@@ -316,7 +316,7 @@ def test_random_quantised_kv_is_made_on_the_device_of_its_generator(monkeypatch:
 
     monkeypatch.setattr(torch, "randn", made)
     gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    captured_steps._randomise(torch.zeros(1, 2, 2, 8, dtype=torch.int8), torch.zeros(1, 2, 2), gpu)
+    capture_check._randomise(torch.zeros(1, 2, 2, 8, dtype=torch.int8), torch.zeros(1, 2, 2), gpu)
     assert asked == [(gpu.device, gpu.device)]
 
 

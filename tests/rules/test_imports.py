@@ -322,7 +322,7 @@ def test_control_a_circle_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_what_the_simulator_runs_is_pure(name: str) -> None:
+def test_the_policies_are_pure(name: str) -> None:
     """Policy, scheduler and block pool know no clock, no tensors and no network."""
     assert not {one.split(".")[0] for one in imported(ROOT / name)} & IMPURE
 

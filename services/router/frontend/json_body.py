@@ -77,7 +77,7 @@ _LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028
 
 
 def encode(value: object) -> str:
-    """JSON, in one line whoever looks for its end."""
+    """JSON without any character that a client may take for the end of a line."""
     text = _encode(value)
     if not text.isascii():
         for character, escape in _LINE_ENDS.items():
