@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,11 +75,19 @@ def undisturbed(cluster: RayHosts) -> list[list[int]]:
     return [stream.tokens for stream in streams]
 
 
-def busiest(cluster: RayHosts) -> tuple[str, set[str]]:
-    """The host whose decode worker has the most streams, and the workers of the hosts beside it and the head."""
-    workers = cluster.clients.ask("workers")["answer"]["workers"]
-    decode = [worker for worker in workers if worker["role"] == "decode"]
-    host = max(decode, key=lambda worker: worker["running"])["node"]
+def busiest(cluster: RayHosts, streams: list[Stream]) -> tuple[str, set[str]]:
+    """The host whose decode worker has the most of these streams, and the workers of the hosts beside it and the
+    head. Waits until the workers' records count all streams: before that, a record may be older than they are."""
+    workers: list[dict[str, Any]] = []
+
+    def decode() -> list[dict[str, Any]]:
+        nonlocal workers
+        workers = cluster.clients.ask("workers")["answer"]["workers"]
+        found = [worker for worker in workers if worker["role"] == "decode"]
+        return found if sum(worker["running"] for worker in found) == len(streams) else []
+
+    known = wait_until(decode, END_S, lambda: (workers, [len(stream.tokens) for stream in streams]))
+    host = max(known, key=lambda worker: worker["running"])["node"]
     return host, {worker["worker_id"] for worker in workers if worker["node"] not in (host, "head")}
 
 
@@ -129,7 +138,7 @@ def test_a_host_that_is_cut_or_frozen_in_mid_stream_costs_no_token(
     """Noticed within the documented time; the host is used again when it is back."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
-    host = cluster.hosts[busiest(cluster)[0]]
+    host = cluster.hosts[busiest(cluster, streams)[0]]
     try:
         strike(streams, host.cut if fault == "cut" else host.freeze)
         finish(cluster, streams, undisturbed)
@@ -164,7 +173,7 @@ def test_a_host_that_is_killed_in_mid_stream_costs_no_token(cluster: RayHosts, u
     """Its sockets are not closed: nobody is left who could. Afterwards all is stopped in order."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
-    lost, left = busiest(cluster)
+    lost, left = busiest(cluster, streams)
     strike(streams, cluster.hosts[lost].kill)
     finish(cluster, streams, undisturbed)
     assert max(stream.receipt["attempts"] for stream in streams) in (2, 3)  # the host of the prefill worker, too
