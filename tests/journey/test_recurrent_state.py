@@ -27,7 +27,7 @@ from tests.journey.test_jobs import read
 from tests.journey.test_kill import ids, reached
 from tests.journey.test_prefix import known
 from tests.support import oracle
-from tests.support.faults import Harm
+from tests.support.faults import Harm, slow_down
 from tests.support.harness import LocalCluster
 from tests.support.memory import block_view
 from tests.support.waiting import until
@@ -252,6 +252,7 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
     prompts = oracle.prompts(folder, [40, 41, 42, 43, 44, 45])
     wanted = [oracle.greedy(folder, prompt, 80) for prompt in prompts]  # not on the cluster's event loop
     async with inside(model=str(folder), kv_blocks=44, **SETTINGS) as cluster:
+        slow_down(cluster.workers["decode-0"], 0.02)  # so that the first is not over before the third has come
         answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=80, ignore_eos=True) for p in prompts))
         assert [answer.token_ids for answer in answers] == wanted
         assert cluster.workers["decode-0"].engine.scheduler.preemptions > 0

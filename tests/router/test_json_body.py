@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from time import thread_time
 from typing import Any
 
 import httpx2
@@ -17,6 +16,7 @@ from services.router.frontend.openai import openai_protocol
 from services.router.preprocess import json_limits
 from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import InvalidRequest
+from tests.support.stopwatch import ThreadTime
 
 SIZE = 4 * 1024 * 1024
 CPU_S = 0.3  # of a core whose other thread is busy; without the bounds it is seconds
@@ -56,10 +56,9 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_body_that_is_made_to_cost_costs_little(name: str) -> None:
     """4 MiB that pydantic would make two million errors of, or json as many objects."""
-    began = thread_time()
-    with pytest.raises(InvalidRequest) as refused:
+    with ThreadTime() as taken, pytest.raises(InvalidRequest) as refused:
         openai_protocol.requests(openai_protocol.parse(HOSTILE[name], openai_protocol.Chat), "id", Defaults())
-    assert thread_time() - began < CPU_S
+    assert taken.seconds < CPU_S
     assert len(refused.value.message) < SIZE + 100
 
 
@@ -68,10 +67,9 @@ def test_control_without_the_bounds_a_hostile_body_costs_more(monkeypatch: pytes
     monkeypatch.setattr(json_limits, "check", lambda *_, **__: None)
     monkeypatch.setattr(openai_protocol, "MAX_ITEMS", {})
     body = HOSTILE["messages of []"]
-    began = thread_time()
-    with pytest.raises(InvalidRequest):
+    with ThreadTime() as taken, pytest.raises(InvalidRequest):
         openai_protocol.parse(body[: SIZE // 2 // 3 * 3] + b"[]]}", openai_protocol.Chat)
-    assert thread_time() - began > CPU_S / 4
+    assert taken.seconds > CPU_S / 4
 
 
 def test_what_is_asked_for_in_earnest_is_taken() -> None:

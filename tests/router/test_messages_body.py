@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import MAX_STOPS, over_context
 from tandem.errors import Busy, Cancelled, InternalError, InvalidRequest, NotFound, NoWorker, TandemError, TooLarge
 from tandem.v1 import generation_pb2
+from tests.support.stopwatch import ThreadTime
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "height", "description": "Of a peak.", "input_schema": {"type": "object", "properties": {"of": {}}}}
@@ -340,7 +340,6 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_body_that_is_made_to_cost_costs_little(name: str) -> None:
     """It is parsed and translated, or refused, in a moment."""
-    began = thread_time()
-    with suppress(InvalidRequest):
+    with ThreadTime() as taken, suppress(InvalidRequest):
         messages_body.parse(HOSTILE[name], Messages).request("id", Defaults())
-    assert thread_time() - began < CPU_S
+    assert taken.seconds < CPU_S

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.byte_fallback import fallback
+from tests.support.stopwatch import ThreadTime
 
 TEXT = Tokenizer.load(Path(__file__).parents[2] / "demo/model")
 CHOICES, TOKENS, TOP = 8, 300, 20
@@ -52,9 +52,9 @@ async def longest(work: Any) -> tuple[Any, float]:
     """What it returns, and the longest time of this thread's that it kept the event loop from others."""
     task, worst = asyncio.ensure_future(work), 0.0
     while not task.done():
-        began = thread_time()
-        await asyncio.sleep(0)
-        worst = max(worst, thread_time() - began)
+        with ThreadTime() as taken:
+            await asyncio.sleep(0)
+        worst = max(worst, taken.seconds)
     return task.result(), worst
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tandem.results import Piece, TokenLogprob, ToolCall, receipt
 from tandem.rpc.request_builder import build_request
 from tandem.rpc.stream_reader import completion
 from tandem.v1 import common_pb2, generation_pb2
+from tests.support.stopwatch import ThreadTime
 
 
 def leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -362,9 +362,9 @@ def test_a_call_of_very_many_pieces_is_joined_once() -> None:
         [Piece("", [1], calls=(one,)) for one in (call, *[ToolCall("", "", "ab" * 8)] * 50_000)] for call in beginnings
     ]
     end = Piece("", [], "stop", receipt(generation_pb2.Receipt()))
-    began = thread_time()
-    whole = completion([*pieces[0], *pieces[1], end])
-    assert thread_time() - began < 1.0
+    with ThreadTime() as taken:
+        whole = completion([*pieces[0], *pieces[1], end])
+    assert taken.seconds < 1.0
     assert [(call.id, call.name) for call in whole.calls] == [("1", "f"), ("2", "g")]
     assert [call.arguments for call in whole.calls] == ['{"x": "' + "ab" * 400_000, "ab" * 400_000]
 
