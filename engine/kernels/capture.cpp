@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -106,6 +107,34 @@ std::string refusal(const Call& call) {
     if (!value.isTensor() && !value.isTensorList() && !value.isNone())
       return "a number is taken out of a tensor by " + call.name();
   return "";
+}
+
+// The operator that computes the same into tensors that are given, as aten::mul.out does for aten::mul.Tensor: a replay by
+// it neither allocates nor copies. Only of those that invariant.cpp does not replace, directly or below them.
+std::optional<c10::OperatorHandle> into_given(const Call& call) {
+  static const std::set<std::string> names = {"aten::add", "aten::cat", "aten::div",     "aten::index", "aten::mean", "aten::mul",
+                                              "aten::neg", "aten::pow", "aten::rsqrt", "aten::softmax", "aten::sub", "aten::sum"};
+  if (names.count(call.name()) == 0) return {};
+  static const auto overloads = [] {
+    std::multimap<std::string, c10::OperatorName> all;
+    for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames())
+      if (names.count(each.name) > 0) all.emplace(each.name, each);
+    return all;
+  }();
+  if (call.op.schema().is_mutable()) return {};
+  const auto& own = call.op.schema().arguments();
+  const auto [first, last] = overloads.equal_range(call.name());
+  for (auto each = first; each != last; ++each) {
+    const auto found = c10::Dispatcher::singleton().findSchema(each->second);
+    if (!found || found->schema().arguments().size() != own.size() + call.results.size()) continue;
+    const auto& theirs = found->schema().arguments();
+    bool same = true;
+    for (size_t i = 0; i < theirs.size(); ++i)
+      same = same && (i < own.size() ? theirs[i].name() == own[i].name() && *theirs[i].type() == *own[i].type()
+                                     : theirs[i].is_out());
+    if (same) return found;
+  }
+  return {};
 }
 
 class CapturedStep;
@@ -247,6 +276,15 @@ class CapturedStep : public torch::CustomClassHolder {
     if (!writes(call) && (call.name() == "aten::to" || call.name() == "aten::_to_copy" || call.name() == "aten::contiguous" ||
                           call.name() == "aten::clone"))
       return [from = call.arguments[0].toTensor(), to = call.results[0].toTensor()] { to.copy_(from); };
+    if (const auto into = into_given(call))
+      return [op = *into, arguments = [&] {
+                Stack all = call.arguments;
+                all.insert(all.end(), call.results.begin(), call.results.end());
+                return all;
+              }()] {
+        Stack stack = arguments;
+        op.callBoxed(stack);
+      };
     std::set<c10::StorageImpl*> given;  // an argument that the operator writes to and returns is there already
     for_tensors(call.arguments, [&](const Tensor& t) { given.insert(storage_of(t)); });
     return [op = call.op, arguments = call.arguments, results = call.results, given] {

@@ -66,6 +66,35 @@ void columns(const Head& h, int64_t first, int count, std::vector<float>& kept) 
   for (int64_t i = 0; i < h.dk; ++i) std::memcpy(h.to + i * h.dv + first, &kept[i * W], count * sizeof(float));
 }
 
+constexpr int ONE = LANES == 16 ? 8 : 4;  // as many as leave registers for both sums
+
+// The same for one token and ONE vectors of columns from `first` on, in two passes over the state's rows where they are: they are read
+// once from memory and once from the second-level cache. `next`: what the next call reads, fetched meanwhile.
+template <bool CHANNELS>
+void one_token(const Head& h, int64_t first, const float* next) {
+  const float *from = h.from + first, *k = h.k, *q = h.q;
+  float* to = h.to + first;
+  const Vec beta(*h.beta), decay(*h.decay);
+  Vec u[ONE], o[ONE];
+  for (int c = 0; c < ONE; ++c) u[c] = o[c] = Vec(0.0f);
+  for (int64_t i = 0; i < h.dk; ++i)
+    for (int c = 0; c < ONE; ++c) {
+      const Vec s = load(from + i * h.dv + c * LANES) * (CHANNELS ? Vec(h.decay[i]) : decay);
+      u[c] = at::vec::fmadd(Vec(k[i]), s, u[c]);
+    }
+  for (int c = 0; c < ONE; ++c) u[c] = (load(h.v + first + c * LANES) - u[c]) * beta;
+  for (int64_t i = 0; i < h.dk; ++i)
+    for (int c = 0; c < ONE; ++c) {
+      const int64_t at = i * h.dv + c * LANES;
+      __builtin_prefetch(next + at, 0, 2);
+      const Vec decayed = load(from + at) * (CHANNELS ? Vec(h.decay[i]) : decay);
+      const Vec s = at::vec::fmadd(Vec(k[i]), u[c], decayed);
+      put(s, to + at);
+      o[c] = at::vec::fmadd(Vec(q[i]), s, o[c]);
+    }
+  for (int c = 0; c < ONE; ++c) put(o[c], h.out + first + c * LANES);
+}
+
 // q, k [n, tokens, k heads, dk]; v [n, tokens, v heads, dv]; decay [n, tokens, v heads] or [n, tokens, v heads, dk];
 // beta [n, tokens, v heads]: float32 and contiguous. Each k head serves the same number of v heads, in order. `states`
 // [all rows, v heads, dk, dv] and `numbers` [2, n] are as `rows_of_states` wants them: sequence i goes on from row
@@ -85,12 +114,12 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const StateRows rows = rows_of_states(states, {heads, dk, dv}, numbers, n);
   Tensor out = at::empty_like(v);
   float* outs = out.data_ptr<float>();
-  constexpr int W = WIDE * LANES;
-  const int64_t parts = (dv + W - 1) / W, of_decay = channels ? dk : 1;
+  const bool one = tokens == 1 && dv % (ONE * LANES) == 0;
+  const int64_t wide = (one ? ONE : WIDE) * LANES, parts = (dv + wide - 1) / wide, of_decay = channels ? dk : 1;
   share_out(n * heads * parts, 1, [&](int64_t task, int64_t end) {
     std::vector<float> kept;
     for (; task < end; ++task) {
-      const int64_t first = task % parts * W, head = task / parts % heads, sequence = task / parts / heads;
+      const int64_t first = task % parts * wide, head = task / parts % heads, sequence = task / parts / heads;
       const int64_t token = sequence * tokens, group = head / (heads / k_heads);
       const float* before = rows.from(sequence);
       const Head h{q.const_data_ptr<float>() + (token * k_heads + group) * dk,
@@ -102,14 +131,20 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    rows.to(sequence) + head * dk * dv,
                    outs + (token * heads + head) * dv,
                    tokens, dk, dv, k_heads * dk, heads * dv, heads * of_decay, heads};
-      const int64_t left = std::min<int64_t>(W, dv - first);
-      if (left == W)
-        channels ? columns<WIDE, true>(h, first, W, kept) : columns<WIDE, false>(h, first, W, kept);
-      else
-        for (int64_t at = 0; at < left; at += LANES) {
-          const int count = static_cast<int>(std::min<int64_t>(LANES, left - at));
+      if (one && h.from) {
+        const float* next = first + wide < dv ? h.from + first + wide : h.from + (head + 1 < heads ? dk * dv : 0);
+        channels ? one_token<true>(h, first, next) : one_token<false>(h, first, next);
+        continue;
+      }
+      for (int64_t at = 0, left = std::min(wide, dv - first); left > 0;) {
+        const bool whole = left >= WIDE * LANES;
+        const int count = static_cast<int>(whole ? WIDE * LANES : std::min<int64_t>(LANES, left));
+        if (whole)
+          channels ? columns<WIDE, true>(h, first + at, count, kept) : columns<WIDE, false>(h, first + at, count, kept);
+        else
           channels ? columns<1, true>(h, first + at, count, kept) : columns<1, false>(h, first + at, count, kept);
-        }
+        at += count, left -= count;
+      }
     }
   });
   return out;

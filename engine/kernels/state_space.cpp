@@ -95,45 +95,57 @@ Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTe
   return y;
 }
 
+// One more token of `count` channels: their sums over the taps, before the activation, and the tokens that are kept from
+// here on in `after`, which may be `before`. WIDTH and KEPT: these numbers where they are known, otherwise 0.
+template <int64_t WIDTH, int64_t KEPT, typename T, typename W>
+void next_token(const T* before, const T* now, T* after, const W* taps, const float* bias, float* sums, int64_t count,
+                int64_t any_width, int64_t any_kept) {
+  const int64_t width = WIDTH > 0 ? WIDTH : any_width, kept = KEPT > 0 ? KEPT : any_kept;
+  for (int64_t c = 0; c < count; ++c, taps += width, after += kept) {
+    const T* old = before ? before + c * kept : nullptr;
+    float sum = bias ? bias[c] : 0.0f;
+    for (int64_t w = 0; old && w < width - 1; ++w) sum = fused(taps[w], old[kept - width + 1 + w], sum);
+    sums[c] = fused(taps[width - 1], now[c], sum);
+    for (int64_t k = 0; k < kept - 1; ++k) after[k] = old ? old[k + 1] : T(0.0f);
+    after[kept - 1] = now[c];
+  }
+}
+
 // One token of each sequence: x [n, channels]. A row of `states` has the `kept` tokens before it, [channels, kept].
 Tensor short_convolution_step(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool silu,
                               Tensor states, const Tensor& numbers) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "tandem: short_convolution_step wants [n, channels]");
   const int64_t n = x.size(0), channels = x.size(1), width = weight.size(1), kept = states.size(-1);
   check_taps(x, weight, bias, channels);
-  TORCH_CHECK(states.scalar_type() == x.scalar_type() && kept >= width - 1, "tandem: too few tokens are kept");
-  const Tensor weight32 = weight.to(at::kFloat).contiguous();
+  TORCH_CHECK(states.scalar_type() == x.scalar_type() && kept >= width - 1 && kept > 0, "tandem: too few tokens are kept");
+  const Tensor taps = (served(weight.scalar_type()) ? weight : weight.to(at::kFloat)).contiguous();
   const Tensor bias32 = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  const float *taps = weight32.const_data_ptr<float>(), *biases = bias ? bias32.const_data_ptr<float>() : nullptr;
+  const float* biases = bias ? bias32.const_data_ptr<float>() : nullptr;
   Tensor y = at::empty({n, channels}, x.options());
   constexpr int64_t PART = 512;  // channels of a task
   const int64_t parts = (channels + PART - 1) / PART;
-  with_type(x.scalar_type(), [&]<typename T>(T) {
+  const auto run = [&]<typename T, typename W>(T, W) {
     const RowsOf<T> rows = rows_of_states<T>(states, {channels, kept}, numbers, n);
+    const auto next = width == 4 && kept == 4 ? next_token<4, 4, T, W> : next_token<0, 0, T, W>;
     share_out(n * parts, 1, [&](int64_t task, int64_t end) {
       float sums[PART];
       for (; task < end; ++task) {
         const int64_t sequence = task / parts, first = task % parts * PART, count = std::min(PART, channels - first);
-        const T *before = rows.from(sequence), *now = x.const_data_ptr<T>() + sequence * channels;
-        T *after = rows.to(sequence), *out = y.data_ptr<T>() + sequence * channels;
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t c = first + i;
-          const T* past = before ? before + c * kept + kept - width + 1 : nullptr;
-          float sum = biases ? biases[c] : 0.0f;
-          for (int64_t w = 0; past && w < width - 1; ++w) sum = fused(taps[c * width + w], past[w], sum);
-          sums[i] = fused(taps[c * width + width - 1], now[c], sum);
-          for (int64_t k = 0; k < kept; ++k) {  // `after` may be `before`
-            const T next = k + 1 == kept ? now[c] : before ? before[c * kept + k + 1] : T(0.0f);
-            after[c * kept + k] = next;
-          }
-        }
+        const T* before = rows.from(sequence);
+        T* out = y.data_ptr<T>() + sequence * channels + first;
+        next(before ? before + first * kept : nullptr, x.const_data_ptr<T>() + sequence * channels + first,
+             rows.to(sequence) + first * kept, taps.const_data_ptr<W>() + first * width,
+             biases ? biases + first : nullptr, sums, count, width, kept);
         for (int64_t i = 0; i < count; i += LANES) {
           const int some = static_cast<int>(std::min<int64_t>(LANES, count - i));
           const Vec sum = load(sums + i, some);
-          put(silu ? Silu::of<T>(rounded<T>(sum)) : sum, out + first + i, some);
+          put(silu ? Silu::of<T>(rounded<T>(sum)) : sum, out + i, some);
         }
       }
     });
+  };
+  with_type(x.scalar_type(), [&](auto of_x) {
+    with_type(taps.scalar_type(), [&](auto of_taps) { run(of_x, of_taps); });
   });
   return y;
 }

@@ -458,6 +458,19 @@ def test_a_step_after_the_captured_one_shares_no_memory_with_what_is_still_neede
         assert not torch.equal(out, stale), "the control: without a replay it has the old values"
 
 
+@pytest.mark.parametrize("name", ["exp", "silu", "sigmoid", "softplus", "cos", "tanh", "softmax", "mean", "rsqrt"])
+def test_a_replay_has_the_bits_of_a_step(name: str) -> None:
+    """Also where a step has a function of its own in place of torch's (engine/kernels/invariant.cpp), which writes into
+    no given result. Of as many elements as torch computes by two functions."""
+    function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+    kwargs = {"dim": -1} if name in ("softmax", "mean") else {}
+    x = torch.rand(8, 61)
+    with torch.inference_mode(), kernels.exact(torch.device("cpu")):
+        replay = operators(lambda: function(x * 3, **kwargs) * 1)
+        x.uniform_()
+        assert torch.equal(replay(), function(x * 3, **kwargs))
+
+
 @pytest.mark.parametrize(
     ("step", "why"),
     [
