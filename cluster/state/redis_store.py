@@ -100,6 +100,7 @@ def _client(url: str, most: int) -> Any:
         "socket_timeout": None,  # `turn` bounds each call; some block on purpose
         "health_check_interval": HEALTH_CHECK_S,
         "max_connections": most + 2,
+        "driver_info": None,  # otherwise each new connection reads redis-py's version from its files
     }
     plain, _, kind = scheme.partition("+")
     try:

@@ -814,6 +814,14 @@ async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None
     assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)
 
 
+async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None:
+    """Its new incarnation may have what the request needs, and a worker that became a prefill worker is another one."""
+    scheduler = RequestScheduler(seen(RECORD, *two("prefill")), 5.0, RoutingConfig())
+    unsuited = {("prefill-0", "before"), ("prefill-1", "a")}
+    placements = [await once(scheduler, unsuited=unsuited) for _ in range(2)]
+    assert {one.prefill and one.prefill.worker_id for one in placements} == {"prefill-0"}
+
+
 async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     """Its workers have room for it, and a longer stream waits for more of them: refused, it would be lost."""
     mine, other = replace(RECORD, worker_id="decode-1", blocks_held=80), replace(RECORD, layout_hash="M", max_running=9)

@@ -337,12 +337,10 @@ class RequestScheduler:
         """Ids of live prefill workers that must not hand over to this decode worker now."""
         if not self._avoided:
             return []
-        now, known = monotonic(), self._workers.prefills.workers
-        return [
-            prefill[0]
-            for (to, prefill), until in self._avoided.items()
-            if until > now and to == decode.identity and prefill[0] in known and known[prefill[0]].identity == prefill
-        ]
+        now = monotonic()
+        return self._workers.prefills.alive(
+            prefill for (to, prefill), until in self._avoided.items() if until > now and to == decode.identity
+        )
 
     def _decodes(self, waiting: WaitingRequest) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
@@ -355,7 +353,7 @@ class RequestScheduler:
         self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
     ) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("prefill")
-        avoided = [*avoided, *(name for name, _ in waiting.unsuited)]
+        avoided = [*avoided, *self._workers.prefills.alive(waiting.unsuited)]
         return self._workers.prefills.shortlist(decode, self._latencies.at(monotonic()), holders, cached, avoided)
 
     def _take(self, waiting: WaitingRequest, placement: Placement) -> None:

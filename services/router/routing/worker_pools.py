@@ -218,6 +218,10 @@ class PrefillPool:
         """How many usable workers have this layout."""
         return len(self._by_work[layout_hash]) if layout_hash in self._by_work else 0
 
+    def alive(self, incarnations: Iterable[tuple[str, str]]) -> list[str]:
+        """The ids of those incarnations that are in this pool."""
+        return [one[0] for one in incarnations if one[0] in self.workers and self.workers[one[0]].identity == one]
+
     def put(self, worker: WorkerSnapshot) -> None:
         before = self.workers.get(worker.worker_id)
         if before and before.layout_hash != worker.layout_hash:
