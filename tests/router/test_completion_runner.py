@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from services.router.execution import completion_runner, request_timeline
 from services.router.execution.completion import Completion
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.detokenizer import Detokenizer
+from services.router.execution.output_queue import OutputQueue
 from services.router.execution.output_reader import OutputReader
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
@@ -23,7 +25,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
 from tandem.errors import WorkerLost
 from tandem.settings import Settings
-from tandem.v1 import common_pb2, generation_pb2
+from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
@@ -104,3 +106,72 @@ def test_a_stored_answer_is_complete_where_its_last_token_says_so(last: bool, re
     completion = Completion(request, RequestTimeline(0.0), reader, anything, anything, past)
     assert completion.request.finish() == reason
     assert request.tokens == [1, 2, 3, 5, 6, 7]
+
+
+def said(position: int, *ids: int, scores: int = 0) -> decode_pb2.DecodeResponse:
+    logprobs = common_pb2.Logprobs(chosen=[-1.0] * scores) if scores else None
+    return decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(position=position, token_ids=ids, logprobs=logprobs))
+
+
+ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended(reason=common_pb2.FINISH_REASON_LENGTH))
+
+
+class Saying(Unreachable):
+    """One decode worker whose n-th call sends the n-th of these streams; for a stream, whose first event is read from
+    its call, and the others from its feed."""
+
+    def __init__(self, *streams: list[decode_pb2.DecodeResponse]) -> None:
+        super().__init__("")
+        self._streams = streams
+        self.suspected = 0
+
+    @asynccontextmanager
+    async def decode(self, *_: Any) -> AsyncIterator[Any]:
+        events = self._streams[self.calls]
+        self.calls += 1
+
+        async def call() -> AsyncIterator[decode_pb2.DecodeResponse]:
+            yield events[0]
+
+        async def read(take: Any, _: Any) -> None:
+            assert any(map(take, events[1:]))
+
+        yield call(), SimpleNamespace(read=read)
+
+    async def prefilled(self, *_: Any) -> None: ...
+
+    def suspect(self, *_: Any) -> None:
+        self.suspected += 1
+
+    def kept(self, *_: Any) -> None: ...
+
+    observe_path = generated = sent = finished = kept
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        [said(3, 100)],
+        [said(3, 5), said(4, 6, 4_000_000_000)],
+        [said(3, 5), said(4)],
+        [said(3, 5), said(4, *range(50))],
+        [said(3, 5, scores=2)],
+        [ENDED],
+        [said(3, 5), ENDED],
+    ],
+    ids=["vocabulary", "vocabulary later", "none", "too many", "scores", "ended at once", "ended early"],
+)
+async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: list[decode_pb2.DecodeResponse]) -> None:
+    """The answer goes on elsewhere with the tokens that were sent before, and has none of the faulty message."""
+    parts: Any = Saying(faulty, [said(3, 5), said(4, 6, 7), ENDED] if len(faulty) == 1 else [said(4, 6, 7), ENDED])
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 3
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    output = OutputQueue()
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, output, parts)
+    settings = Settings(model="toy", max_attempts=2)
+    await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    delta, finished = await output.take(), await output.take()
+    assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
+    assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)

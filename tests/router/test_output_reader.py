@@ -32,7 +32,7 @@ OF_HARMONY = (
 
 
 def asked(reading: Reading, stops: Sequence[str] = ()) -> Request:
-    return Request("r", "r", [5], 1, 1000, sampling_pb2.Sampling(), [], b"", stops=tuple(stops), reading=reading)
+    return Request("r", "r", [5], 1, 1000, sampling_pb2.Sampling(), [], b"", 1000, stops=tuple(stops), reading=reading)
 
 
 def reader_of(request: Request) -> OutputReader:

@@ -25,6 +25,7 @@ def job(**about: object) -> Request:
         "sampling": sampling_pb2.Sampling(temperature=1.0, seed=7),
         "stop_ids": [],
         "salt": b"",
+        "vocab_size": 1000,
         **about,
     }
     return Request(**given)  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_no_request_is_more_urgent_than_its_key_allows(limit: int | None, asked:
     """A key that says nothing allows what a request has that says nothing. Without keys every request may say what it
     likes."""
     for key, expected in ((ApiKey("a", limits=Limits(priority=limit)), had), (ANONYMOUS, asked)):
-        job = Request("x", "x", [1], 1, 1, sampling_pb2.Sampling(), [], b"", priority=asked)
+        job = Request("x", "x", [1], 1, 1, sampling_pb2.Sampling(), [], b"", 1000, priority=asked)
         apply_tenant(key, job)
         assert job.priority == expected
 

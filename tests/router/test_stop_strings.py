@@ -103,6 +103,7 @@ def read(
         sampling=sampling_pb2.Sampling(**how),
         stop_ids=[0],
         salt=b"",
+        vocab_size=1000,
         stops=tuple(stops),
     )
     reader, shown, ids, known = OutputReader(Detokenizer(TEXT), job), "", [], []
@@ -148,7 +149,7 @@ def test_what_comes_before_min_tokens_ends_nothing() -> None:
 def test_a_stop_token_is_not_text() -> None:
     """The end-of-sequence token ends the text also where a stop string has begun, and completes none."""
     tokens = [*TEXT.encode("the valu"), 0]
-    job = Request("r", "r", [5, *tokens], 1, 1000, sampling_pb2.Sampling(), [0], b"", stops=("value", "<|end|>"))
+    job = Request("r", "r", [5, *tokens], 1, 1000, sampling_pb2.Sampling(), [0], b"", 1000, stops=("value", "<|end|>"))
     reader = OutputReader(Detokenizer(TEXT), job)
     [run] = reader.read(decode_pb2.Tokens(token_ids=tokens))
     parts = [*run.parts, *reader.finish()]

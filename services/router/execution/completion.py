@@ -15,7 +15,7 @@ from services.router.execution.output_reader import OutputReader
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.usage_meter import UsageMeter
 from services.router.preprocess.request import Request
-from tandem.errors import InternalError
+from tandem.errors import InternalError, WorkerLost
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 
@@ -53,10 +53,13 @@ class Completion:
         request, timeline = self.request, self.timeline
         if event.HasField("ended"):
             timeline.ended(event.ended)
+            if request.finish() is None:
+                raise WorkerLost(f"{timeline.decode_worker} ended the stream after {request.generated} tokens")
             return True
         tokens, first = event.tokens, request.generated
         count = len(tokens.token_ids)
         _check_position(request, tokens, timeline.decode_worker)
+        _check_tokens(request, tokens, timeline.decode_worker)
         prompt_logprobs = None if first else _prompt_logprobs(request, tokens, timeline.decode_worker)
         request.adapter_fingerprint = self._adapter
         request.tokens.extend(tokens.token_ids)
@@ -131,15 +134,31 @@ def _check_position(request: Request, tokens: decode_pb2.Tokens, worker_id: str)
         )
 
 
+def _check_tokens(request: Request, tokens: decode_pb2.Tokens, worker_id: str) -> None:
+    """Checks, before the tokens enter the journal, that a working decode worker can have sent them."""
+    ids = tokens.token_ids
+    if not 0 < len(ids) <= request.max_tokens - request.generated:
+        raise WorkerLost(f"{worker_id} sent {len(ids)} tokens after {request.generated} of {request.max_tokens}")
+    if max(ids) >= request.vocab_size:
+        raise WorkerLost(f"{worker_id} sent token {max(ids)}, which the vocabulary does not have")
+    _check_scores(tokens.logprobs, len(ids) if request.sampling.HasField("logprobs") else 0, worker_id)
+
+
+def _check_scores(scores: common_pb2.Logprobs, count: int, worker_id: str) -> None:
+    likely = len(scores.top_ids)
+    if len(scores.chosen) != count or likely != len(scores.top) or likely % max(count, 1):
+        raise WorkerLost(
+            f"{worker_id} sent {len(scores.chosen)} log probabilities and {likely} likely tokens for {count} tokens"
+        )
+
+
 def _prompt_logprobs(
     request: Request, tokens: decode_pb2.Tokens, worker_id: str
 ) -> generation_pb2.PromptLogprobs | None:
     """Checks, before the first token enters the journal, that all requested log probabilities are there."""
     if not request.sampling.HasField("prompt_logprobs"):
         return None
-    count = len(tokens.prompt_logprobs.chosen)
-    if not tokens.HasField("prompt_logprobs") or count != request.prompt_len - 1:
-        raise InternalError(f"{worker_id} sent {count} prompt log probabilities for {request.prompt_len} tokens")
+    _check_scores(tokens.prompt_logprobs, request.prompt_len - 1, worker_id)
     return generation_pb2.PromptLogprobs(
         token_ids=request.tokens[: request.prompt_len], logprobs=tokens.prompt_logprobs
     )

@@ -34,6 +34,7 @@ class Request:
     sampling: sampling_pb2.Sampling
     stop_ids: list[int]
     salt: bytes
+    vocab_size: int
     own_stop_ids: list[int] | None = None  # stop tokens other than the model's end tokens; None: no end token ends it
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -154,6 +155,7 @@ def build_request(
         stop_ids=stop_ids,
         own_stop_ids=None if params.ignore_eos else own_stop_ids,
         salt=message.cache_salt,
+        vocab_size=model.vocab_size,
         ttft_s=validation.ttft_objective(message),
         stops=validation.stop_strings(params, has_tokenizer=tokenizer.backend is not None),
         include_stop=params.include_stop,
