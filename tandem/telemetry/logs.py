@@ -11,19 +11,22 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import traceback
 from collections.abc import MutableMapping
 from typing import Any, TextIO, cast
 
 import structlog
 from structlog.contextvars import merge_contextvars
-from structlog.dev import ConsoleRenderer, plain_traceback
+from structlog.dev import ConsoleRenderer
 from structlog.processors import ExceptionRenderer, JSONRenderer, TimeStamper, add_log_level
 from structlog.stdlib import ProcessorFormatter
-from structlog.typing import Processor
+from structlog.typing import ExcInfo, Processor
 
 from tandem.settings import Settings
 
-MAX_VALUE_CHARACTERS = 2000  # of one value of a line; does not apply to tracebacks
+MAX_VALUE_CHARACTERS = 2000  # of one value of a line
+MAX_TRACEBACK_CHARACTERS = 16_000
+TRACEBACK_MARGIN = "    "  # before each of its lines, so that none can look like the line of another event
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 Event = MutableMapping[str, Any]
@@ -85,8 +88,21 @@ def _renderers(form: str) -> list[Processor]:
     """Tracebacks are plain: where Rich is installed, structlog prints the local variables of every frame, so that a
     log would have prompts and keys; and it takes 250 ms, during which a router relays no token."""
     if form == "json":
-        return [ExceptionRenderer(), JSONRenderer()]
-    return [ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback)]
+        return [ExceptionRenderer(_traceback), JSONRenderer()]
+    return [ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_console_traceback)]
+
+
+def _console_traceback(line: TextIO, exc_info: ExcInfo) -> None:
+    line.write("\n" + _traceback(exc_info))
+
+
+def _traceback(exc_info: ExcInfo) -> str:
+    """A long one without its middle: its messages may quote a client's input."""
+    text = "".join(traceback.format_exception(*exc_info)).rstrip()
+    if len(text) > MAX_TRACEBACK_CHARACTERS:
+        half = MAX_TRACEBACK_CHARACTERS // 2
+        text = f"{text[:half]}...\n...{text[-half:]}"
+    return "\n".join(TRACEBACK_MARGIN + _escaped(line) for line in text.split("\n"))
 
 
 def _of_process(logger: Any, method: str, event: Event) -> Event:
@@ -101,5 +117,9 @@ def _bounded(logger: Any, method: str, event: Event) -> Event:
         if isinstance(value, str):
             if len(value) > MAX_VALUE_CHARACTERS:
                 value = value[:MAX_VALUE_CHARACTERS] + "..."
-            event[name] = _CONTROL.sub(lambda found: repr(found[0])[1:-1], value)
+            event[name] = _escaped(value)
     return event
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -109,6 +109,28 @@ def test_what_a_client_sent_makes_no_line_of_its_own_and_fills_no_disk(
     assert len(said) < 4 * logs.MAX_VALUE_CHARACTERS
 
 
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_what_an_exception_quotes_makes_no_line_of_its_own_and_fills_no_disk(
+    capsys: pytest.CaptureFixture[str], form: Any
+) -> None:
+    """A request's text may be in its message: terminal codes are escaped, only the line of the event begins at the
+    margin, and of a long one the type, the place and the end are there."""
+    configured(log_format=form)
+    message = "a\nrequest status=ok\x1b[2J\r\u2028" + "x" * 1_000_000 + "\nthe end"
+    for write in (log.exception, logging.getLogger("a.library").exception):
+        try:
+            raise InternalError(message)
+        except InternalError:
+            write("a bug")
+    said = capsys.readouterr().err
+    assert len([line for line in said.splitlines() if not line.startswith(logs.TRACEBACK_MARGIN)]) == 2
+    for control in ("\x1b[2J", "\r", "\u2028"):
+        assert control not in said
+    assert len(said) < 4 * logs.MAX_TRACEBACK_CHARACTERS
+    for kept in ("tandem.errors.InternalError: a", "test_logs.py", "the end"):
+        assert said.count(kept) == 2
+
+
 def test_a_program_that_embeds_a_client_keeps_its_own_log() -> None:
     """Importing the client configures nothing."""
     code = "import tandem, structlog, logging; print(structlog.is_configured(), logging.getLogger().handlers)"
