@@ -91,6 +91,12 @@ PAIRS = [("peak", 'a "b"\n\\ <c>\n'), ("year", "2024"), ("exact", "True"), ("nea
 READ = '{"peak": "a \\"b\\"\\n\\\\ <c>\\n", "year": 2024, "exact": true, "near": ["x", "y"], "note": null}'
 
 
+# The tags of a call within a string: a value ends only where the next parameter or the end of the call follows.
+TAGGED = [("peak", "a</tool_call> <b></arg_value>\n<arg_value></arg_key></tool_call>"), ("year", "1")]
+TAGGED_READ = '{"peak": "a</tool_call> <b></arg_value>\\n<arg_value></arg_key></tool_call>", "year": 1}'
+PARAMETER_READ = '{"peak": "a</parameter> b", "year": 1}'
+
+
 def _minimax(name: str, *pairs: tuple[str, str]) -> str:
     tags = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
     return f'<invoke name="{name}">\n{tags}</invoke>'
@@ -168,6 +174,11 @@ GOOD: list[tuple[str, str, Seen]] = [
     ("glm", f"I look.\n{_glm('height', *PAIRS)}\n{_glm('now')}", [*text("I look.\n"), *call("height", READ), *N]),
     ("glm", f"{_glm('height', *PAIRS, space='')}{_glm('now', space='')} so", [*call("height", READ), *N, *text(" so")]),
     ("glm", _glm("height", ("code", "\nEIGER ")), call("height", '{"code": "EIGER"}')),
+    ("glm", _glm("height", *TAGGED), call("height", TAGGED_READ)),
+    ("glm", f"{_glm('height', *TAGGED, space='')}{_glm('now', space='')}", [*call("height", TAGGED_READ), *N]),
+    ("hy_v3", f"<tool_calls>{_hunyuan('height', *TAGGED)}</tool_calls>", call("height", TAGGED_READ)),
+    ("qwen3_coder", _qwen("height", ("peak", "a</parameter> b"), ("year", "1")), call("height", PARAMETER_READ)),
+    ("minimax_m2", _minimax("height", ("peak", "a</parameter> b"), ("year", "1")), call("height", PARAMETER_READ)),
     ("deepseek_v3", f"I look.{SECTION.format(DEEPSEEK_3 * 2)} so", [*text("I look."), *E, *E, *text(" so")]),
     ("deepseek_v31", f"I look.{SECTION.format(DEEPSEEK_31 * 2)}", [*text("I look."), *E, *E]),
     ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>\n```a", [*N, *text("\n```a")]),
@@ -380,11 +391,12 @@ BROKEN: list[tuple[str, str, Seen]] = [
     (
         "qwen3_coder",
         "<function=height>\n<parameter=year>\nx</parameter>\nwell </function> so",
-        [*call("height", '{"year": "x"\nwell '), *text(" so")],
+        call("height", '{"year": "x</parameter>\\nwell </function> so'),
     ),
     ("qwen3_coder", "<function=f>\n<parameter=a b=c>\nx</parameter>\n</function>", call("f", '{"a b=c": "x"}')),
     ("glm", "<tool_call>f<arg_key>a</arg_key>1</tool_call> so", [*call("f", "<arg_key>a</arg_key>1"), *text(" so")]),
-    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call> so", [*call("f", '{"a": 1}'), *text(" so")]),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call> so", call("f", '{"a": "1</tool_call> so')),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>\n</tool", call("f", '{"a": 1')),
     (
         "deepseek_v31",
         '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a"<｜tool▁call▁end｜> so',
@@ -423,7 +435,7 @@ BROKEN: list[tuple[str, str, Seen]] = [
     (
         "hy_v3",
         "<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</tool_call> so",
-        [*call("f", '{"a": 1}'), *text(" so")],
+        call("f", '{"a": "1</tool_call> so'),
     ),
     ("lfm2", "<|tool_call_start|>[f(a=1 2)]<|tool_call_end|> so", [*call("f", '{"a": 1 2)]'), *text(" so")]),
     ("apertus", '<|tools_prefix|>[{"f": {"a": <|tools_suffix|> so', [*call("f", '{"a": '), *text(" so")]),

@@ -10,6 +10,8 @@
 
     hy_v3   <tool_calls><tool_call>NAME<tool_sep>, then as GLM; newer ones write each name as tool_calls:opensource, ...
 
+A value ends with its tag where the next parameter or the end of the call follows. With GLM and Hunyuan a string may
+have any other tag; Qwen3-Coder forgets that tag at times, so the next one at the beginning of a line ends a value, too.
 The arguments are passed on as a JSON object. Sources: the chat templates of Qwen3-Coder, which Qwen3.5 and Seed-OSS
 follow, of GLM-4.5 to 4.7, and of Hunyuan 3.
 """
@@ -87,14 +89,27 @@ class XmlCalls(CallReader):
 
     def _value(self, name: str, key: str) -> Steps[None]:
         value = TypedValue(self._kind(name, key), self._pass)
-        end = yield from self._in.upto(self.value_ends, value.push)
-        if not end:
-            value.cut()
-            return
-        value.end()
-        if end not in self.value_closers:
-            self._in.hold(end)
+        while end := (yield from self._in.upto(self.value_ends, value.push)):
+            if end not in self.value_closers:
+                self._in.hold(end)
+                self._in.back()
+                value.end()
+                return
+            self._in.hold()
+            over = yield from self._value_over()
             self._in.back()
+            if over:
+                value.end()
+                return
+            value.push(end)
+        value.cut()
+
+    def _value_over(self) -> Steps[bool]:
+        """Whether what follows an end of a value shows that it is one. No format escapes strings, so a value may have
+        the same text; only the next parameter or the end of the call cannot follow that."""
+        yield from self._in.space()
+        tag = yield from self._in.literal((*self.parameters, *self.closers))
+        return bool(tag) or (yield from self._in.peek()) == ""
 
     def _kind(self, name: str, key: str) -> Kind:
         if (kind := self._kinds.get((name, key))) is None:
@@ -139,7 +154,7 @@ class GlmCalls(XmlCalls):
     key_closers: ClassVar[tuple[str, ...]] = ("</arg_key>",)
     value_openers: ClassVar[tuple[str, ...]] = ("<arg_value>",)
     value_closers: ClassVar[tuple[str, ...]] = ("</arg_value>",)
-    value_ends = Ends("</arg_value>", "</tool_call>")
+    value_ends = Ends(*value_closers)
 
     def _call(self, opener: str) -> Steps[bool]:
         yield from self._in.space()
@@ -168,7 +183,7 @@ class HunyuanCalls(GlmCalls):
     closers = between
     key_closers, value_openers, value_closers = _both("/arg_key"), _both("arg_value"), _both("/arg_value")
     others = (*separators, *parameters, *key_closers, *value_openers, *value_closers)
-    value_ends = Ends(*value_closers, *between)
+    value_ends = Ends(*value_closers)
 
     def _call(self, opener: str) -> Steps[bool]:
         if opener not in self.call:
