@@ -109,3 +109,25 @@ async def test_what_the_work_raises_comes_back_and_the_thread_stays() -> None:
             await work.run("a", LONG, divmod, 1, 0)
     assert await work.run("a", LONG, divmod, 7, 2) == (3, 1)
     work.close()
+
+
+async def test_the_bytes_of_a_tenant_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more long text is refused at once, whatever brought it; those of others and short ones are not, and what has
+    ended or was given up no longer counts."""
+    monkeypatch.setattr(offload, "MAX_TENANT_BYTES", 3 * LONG)
+    work = Offload(10.0)
+    async with busy(work) as go:
+        waiting = [asyncio.create_task(work.run("a", LONG, int)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for size in (LONG, offload.MEDIUM_BYTES):
+            with pytest.raises(Busy) as refused:
+                await work.run("a", size, int)
+            assert (refused.value.reason, refused.value.retry_after) == ("BODIES", 1.0)
+        assert await work.run("a", offload.SHORT_BYTES, int) == 0
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+        waiting += [asyncio.create_task(work.run(tenant, 9 * LONG, int)) for tenant in ("a", "b")]
+        await asyncio.sleep(0)
+        go.set()
+        assert await asyncio.gather(*waiting[1:]) == [0] * 4
+        assert await work.run("a", LONG, int) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from tandem.errors import Busy
 SHORT_BYTES = 2 * 1024
 # Longer inputs have separate threads, so that medium ones do not wait for them.
 MEDIUM_BYTES = 64 * 1024
+MAX_TENANT_BYTES = 64 * 1024 * 1024  # of a tenant's inputs that wait or are worked on; the last one may exceed it
 
 Result = TypeVar("Result")
 
@@ -55,15 +57,29 @@ class Offload:
         """`patience_s`: the longest wait for a thread."""
         self._patience_s = patience_s
         self._medium = _ThreadPool(1, "medium-text")
+        self._bytes: Counter[str] = Counter()  # of inputs that wait or are worked on, by tenant
         self._long = _ThreadPool(max(1, (os.cpu_count() or 1) // 2), "long-text")
 
     async def run(self, tenant: str, size: int, work: Callable[..., Result], *args: Any) -> Result:
         """Returns or raises what work(*args) does; `size` is that of its input, in bytes. Raises Busy when no thread
-        came free. Work that has begun continues when the caller is cancelled."""
+        came free, and at once for a tenant of whom too much waits. Work that has begun continues when the caller is
+        cancelled."""
         if size <= SHORT_BYTES:
             return work(*args)
+        if self._bytes[tenant] >= MAX_TENANT_BYTES:
+            raise Busy(
+                f"texts of {self._bytes[tenant]} bytes are being processed, and {MAX_TENANT_BYTES} is the limit",
+                reason="BODIES",
+                retry_after=1.0,
+            )
         pool = self._medium if size <= MEDIUM_BYTES else self._long
-        return await pool.run(tenant, self._patience_s, work, *args)
+        self._bytes[tenant] += size
+        try:
+            return await pool.run(tenant, self._patience_s, work, *args)
+        finally:
+            self._bytes[tenant] -= size
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
 
     def close(self) -> None:
         self._medium.close()

@@ -21,8 +21,8 @@ from services.router.frontend.batches import batch_lines
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.batches.line_runner import LineRunner
 from services.router.models import Models
-from services.router.preprocess.offload import Offload
-from tandem.errors import TandemError, Unavailable
+from services.router.preprocess.offload import MEDIUM_BYTES, Offload
+from tandem.errors import Busy, TandemError, Unavailable
 from tandem.settings import Settings
 from tandem.tasks import end, forever, once, within
 
@@ -143,18 +143,19 @@ class BatchRunner:
         except _NotOwner:
             log.warning("batch.lost", batch=one.record.batch_id)
         except BaseExceptionGroup as group:
-            _, others = group.split((_NotOwner, Unavailable))
+            _, others = group.split((_NotOwner, Busy, Unavailable))
             if others is not None:
                 raise
             log.warning("batch.not_kept", batch=one.record.batch_id, why=str(group.exceptions[0]))
-        except Unavailable as error:
+        except (Busy, Unavailable) as error:
             log.warning("batch.not_kept", batch=one.record.batch_id, why=error.message)
 
     async def _work(self, one: _Running) -> None:
         record = one.record
         pieces = await self._store.input(record)
         endpoint = record.fields["endpoint"]
-        found = await self._offload.run(record.tenant, sum(map(len, pieces)), _read, pieces, endpoint)
+        # As a long text of any size: MAX_RUNNING bounds these bytes, and the tenant's requests go on meanwhile.
+        found = await self._offload.run(record.tenant, MEDIUM_BYTES + 1, _read, pieces, endpoint)
         if found.errors:
             await self._end(record, BatchStatus.FAILED, found.errors)
             return
