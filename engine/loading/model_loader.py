@@ -279,6 +279,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         with _quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config.return_dict = config.get_text_config().return_dict = True  # what is read of a forward has names
             return config
     except BAD_CONFIG as error:
         reason = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().split("\n")[0]
@@ -374,8 +375,7 @@ def _check_report(
 ) -> None:
     """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
     for problem in ("missing_keys", "mismatched_keys"):
-        names = sorted(map(str, report.get(problem) or ()))
-        if names:
+        if names := sorted(map(str, report.get(problem) or ())):
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )

@@ -13,11 +13,14 @@ from transformers import PreTrainedConfig
 
 from tandem.errors import CheckpointRefused, SettingsError
 
+SHORTEST = 2  # tokens of a sequence: one of a prompt, and one after it
+
 
 def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence in tokens: the config's `max_position_embeddings`, or less if `wanted` is less.
 
-    Raises SettingsError when `wanted` is not positive or beyond the config's limit.
+    Raises SettingsError when `wanted` is below SHORTEST or beyond the config's limit, and CheckpointRefused when that
+    limit is below SHORTEST.
     """
     own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     own = own if own is not None and own > 0 else None  # -1, or 0: there is no limit
@@ -25,11 +28,13 @@ def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
         raise SettingsError(
             f"the config of {config.model_type} states no maximum length; set max_model_len", field="max_model_len"
         )
-    if wanted is not None and (wanted < 1 or (own is not None and wanted > own)):
+    if own is not None and own < SHORTEST:
+        raise CheckpointRefused(f"its sequences have at most {own} token, and {SHORTEST} are a prompt and an answer")
+    if wanted is not None and (wanted < SHORTEST or (own is not None and wanted > own)):
         raise SettingsError(
-            f"max_model_len is {wanted}; this {config.model_type} checkpoint takes 1 to {own} tokens",
+            f"max_model_len is {wanted}; this {config.model_type} checkpoint takes {SHORTEST} to {own} tokens",
             field="max_model_len",
-            bound=f"1..{own}",
+            bound=f"{SHORTEST}..{own}",
         )
     length = wanted if wanted is not None else own
     assert length is not None

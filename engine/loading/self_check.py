@@ -36,7 +36,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -275,24 +274,37 @@ def perturbed(module: Any, dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def _float32_copy(model: ModelRunner) -> Iterator[None]:
     """Computes in float32 inside; afterwards every parameter and buffer has its own storage again, bit for bit."""
-    tensors = [
-        tensor for tensor in chain(model.module.parameters(), model.module.buffers()) if tensor.dtype == model.dtype
-    ]
-    own, dtype = [tensor.data for tensor in tensors], model.dtype
+    parameters = [each for each in model.module.parameters() if each.dtype == model.dtype]
+    own, dtype = [each.data for each in parameters], model.dtype
     try:
-        for tensor in tensors:
-            data = tensor.data
-            tensor.data = (
+        for each in parameters:
+            data = each.data
+            each.data = (
                 weight_quantization.nothing(data.shape, torch.float32, data.device)
                 if weight_quantization.is_nothing(data)
                 else data.float()
             )
-        model.dtype = torch.float32
-        yield
+        with _float32_buffers(model.module, dtype):
+            model.dtype = torch.float32
+            yield
     finally:
         model.dtype = dtype
-        for tensor, data in zip(tensors, own, strict=True):
-            tensor.data = data
+        for each, data in zip(parameters, own, strict=True):
+            each.data = data
+
+
+@contextmanager
+def _float32_buffers(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Other tensors in the buffers' places, since some models (CTRL) put a tensor of inference mode into one, whose
+    data cannot be exchanged."""
+    own = [(each, dict(each._buffers)) for each in module.modules()]
+    try:
+        for each, buffers in own:
+            each._buffers.update({n: b.float() for n, b in buffers.items() if b is not None and b.dtype == dtype})
+        yield
+    finally:
+        for each, buffers in own:
+            each._buffers.update(buffers)
 
 
 @contextmanager
@@ -300,8 +312,7 @@ def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
     """As `_float32_copy`, but with one module's weights in float32 at a time, converted whenever it runs: for a
     product, which may be as large as the vocabulary, one slice at a time; for an embedding, the rows that it looks
     up."""
-    buffers = [each for each in model.module.buffers() if each.dtype == model.dtype]
-    own, dtype = [each.data for each in buffers], model.dtype
+    dtype = model.dtype
     forwards: dict[nn.Module, Any] = {}  # methods of a module may call its forward as a function, which runs no hooks
     handles = []
     for module in model.module.modules():
@@ -314,18 +325,15 @@ def _float32_in_turn(model: ModelRunner) -> Iterator[None]:
     try:
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
-        for each in buffers:
-            each.data = each.data.float()
-        model.dtype = torch.float32
-        yield
+        with _float32_buffers(model.module, dtype):
+            model.dtype = torch.float32
+            yield
     finally:
         model.dtype = dtype
         for module in forwards:
             module.__dict__.pop("forward", None)
         for handle in handles:
             handle.remove()
-        for each, data in zip(buffers, own, strict=True):
-            each.data = data
 
 
 def _widened(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:

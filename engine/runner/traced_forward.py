@@ -194,7 +194,7 @@ def _batches(model: ModelRunner) -> list[Batch]:
     rng = random.Random(0)
     batches: list[Batch] = []
     for number, shape in enumerate(shapes, 1):
-        shape = [(min(done, longest - new), new) for done, new in shape if new <= longest]
+        shape = [(min(done, longest - min(new, longest)), min(new, longest)) for done, new in shape]
         batch, used = Batch(adapters=_slots(model, len(batches), len(shape))), 0
         for done, new in shape:
             table = list(range(used, used - (-(done + new) // BLOCK_SIZE)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import mla, paged
 from engine.attention.forward_context import Step
@@ -276,3 +276,12 @@ def test_float32_copy_leaves_weights_untouched(checkpoint: Callable[[str], Path]
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
         assert tensor.dtype == before[name].dtype, name
         assert torch.equal(tensor, before[name]), name
+
+
+def test_a_forward_may_exchange_its_buffers(tmp_path: Path) -> None:
+    """CTRL, whose forward puts another tensor into a buffer, is served in 16 bits and keeps its own buffer."""
+    torch.manual_seed(0)
+    values: dict[str, Any] = {"n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("ctrl", **values)).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.bfloat16, device=CPU)
+    assert {each.dtype for each in model.module.buffers()} == {torch.bfloat16}

@@ -307,11 +307,31 @@ def test_temperature_tuning(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("wanted", [0, 1025])
+@pytest.mark.parametrize("wanted", [0, 1, 1025])
 def test_impossible_length(checkpoint: Checkpoint, wanted: int) -> None:
     """A maximum length that the checkpoint cannot have is an error, not a silent cut."""
-    with pytest.raises(SettingsError, match="max_model_len"):
+    with pytest.raises(SettingsError, match=r"max_model_len is .* takes 2 to 1024 tokens"):
         load(checkpoint("tiny-llama"), max_model_len=wanted)
+
+
+def test_a_checkpoint_of_one_position(llama: Path) -> None:
+    """Has no room for a prompt and a token after it, and is refused by its config's number."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1}))
+    with pytest.raises(CheckpointRefused, match="its sequences have at most 1 token"):
+        load(llama)
+
+
+def test_the_shortest_length(checkpoint: Checkpoint) -> None:
+    """A prompt of one token and one token after it can be served."""
+    assert load(checkpoint("tiny-llama"), max_model_len=2).max_model_len == 2
+
+
+def test_a_config_that_asks_for_tuples(llama: Path) -> None:
+    """Is about what transformers returns to other callers, and no reason to refuse the model."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "return_dict": False}))
+    assert load(llama).module.config.return_dict
 
 
 def test_fingerprint_follows_weights_and_config(llama: Path, checkpoint: Checkpoint) -> None:
