@@ -11,6 +11,7 @@ import pytest
 
 from tandem.async_client import AsyncClient
 from tandem.errors import Busy, InvalidRequest, Unauthenticated
+from tests.support.faults import slow_down
 
 ANNA, OPS = "anna-key-0123456789", "ops-key-0123456789"
 SECRET = "a sentence that nobody else may read"
@@ -38,6 +39,7 @@ async def test_a_request_has_one_line_however_it_ends(
             httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}") as http,
         ):
             capsys.readouterr()
+            slow_down(cluster.workers["decode-0"], 0.03)  # the stream is not over before its client leaves it
             await anna.generate([7, 8, 9], max_tokens=5, ignore_eos=True, request_id="first")
             with pytest.raises(InvalidRequest):
                 await anna.generate([7, 8, 9], max_tokens=0, request_id="second")

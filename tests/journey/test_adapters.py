@@ -27,6 +27,7 @@ from tandem.grpc_errors import calling
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.journey.conftest import both_transports
 from tests.support import oracle
+from tests.support.faults import slow_down
 from tests.support.harness import LocalCluster
 from tests.support.muxed import decoded
 from tests.support.waiting import until
@@ -128,6 +129,7 @@ async def test_a_stream_with_an_adapter_goes_on_when_its_decode_worker_dies(
             running = [name for name, entries in books.items() if any("sequence:" in one.owner for one in entries)]
             (killed,) = running
             await asyncio.to_thread(cluster.kill, killed)
+            cluster.hurry()
         if piece.receipt is not None:
             assert piece.receipt.attempts > 1
     await client.close()
@@ -204,12 +206,14 @@ async def test_a_slot_in_use_is_not_taken_away(
     """While a stream has the only slot, another adapter waits, the base does not, and the stream keeps its tokens."""
     prompt, new = oracle.prompts(tiny, [20], seed=9)[0], 300
     async with inside(adapters=given, adapter_slots=1) as cluster:
+        quick = slow_down(cluster.workers["decode-0"])  # it has the slot until the base has answered
         stream = cluster.client.stream(prompt, adapter="red", max_tokens=new, ignore_eos=True)
         tokens = list((await anext(stream)).token_ids)
         other = asyncio.create_task(cluster.client.generate(prompt, adapter="blue", max_tokens=NEW, ignore_eos=True))
         base = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert base.token_ids == expected(references, "", prompt)
         assert not other.done()
+        quick()
         async for piece in stream:
             tokens += piece.token_ids
         assert tokens == expected(references, "red", prompt, new)
@@ -223,6 +227,7 @@ async def test_control_a_slot_that_is_taken_away_breaks_the_engine(
     prompt = oracle.prompts(tiny, [20], seed=9)[0]
     monkeypatch.setattr("services.adapter_slots._Slot.idle", True)
     async with inside(adapters=given, adapter_slots=1, prefill=0, max_attempts=1) as cluster:
+        slow_down(cluster.workers["decode-0"])  # it runs when the other adapter takes its slot
         stream = cluster.client.stream(prompt, adapter="red", max_tokens=900, ignore_eos=True)
         await anext(stream)
         blue = asyncio.create_task(cluster.client.generate(prompt, adapter="blue", max_tokens=4, ignore_eos=True))

@@ -333,8 +333,7 @@ async def test_a_stream_keeps_an_adapter_that_is_unloaded(
     async with inside(adapter_root=root, adapter_slots=1, decode=2) as cluster:
         client = cluster.client
         await client.load_adapter("mine", "red")
-        for worker in cluster.workers.values():
-            slow_down(worker, 0.01)  # the stream is not over before what happens in it
+        quick = [slow_down(worker, 0.05) for worker in cluster.workers.values()]  # it is not over before what happens
         stream = client.stream(prompt, adapter="mine", max_tokens=new, ignore_eos=True)
         tokens = list((await anext(stream)).token_ids)
         await client.unload_adapter("mine")
@@ -344,6 +343,8 @@ async def test_a_stream_keeps_an_adapter_that_is_unloaded(
         (running,) = [worker for worker in cluster.workers.values() if "decode" in worker.worker_id and worker._open]
         assert running.engine.model.lora.slots[0].name == "mine"
         await running.stop(0.0)
+        for hurry in quick:
+            hurry()
         async for piece in stream:
             tokens += piece.token_ids
         assert piece.receipt.attempts == 2
@@ -359,6 +360,8 @@ async def test_control_without_keeping_it_the_stream_is_lost(
     monkeypatch.setattr(RuntimeAdapters, "_keep", lambda *given: None)
     async with inside(adapter_root=root, decode=2, max_attempts=2) as cluster:
         await cluster.client.load_adapter("mine", "red")
+        for worker in cluster.workers.values():
+            slow_down(worker)  # the stream is not over before its worker stops
         stream = cluster.client.stream([5, 6, 7], adapter="mine", max_tokens=900, ignore_eos=True)
         await anext(stream)
         await cluster.client.unload_adapter("mine")

@@ -22,6 +22,7 @@ from tandem.async_client import AsyncClient
 from tandem.errors import Busy, InternalError, InvalidRequest, StepFailed, Unavailable
 from tandem.v1 import decode_pb2
 from tests.support import oracle
+from tests.support.faults import slow_down
 
 SMALL, LARGE = "small-key-0123456789", "large-key-0123456789"
 
@@ -223,6 +224,7 @@ async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Pa
         large = AsyncClient(cluster.router.address, api_key=LARGE)
         url = f"http://{cluster.router.http.address}/v1"
         async with small, large, openai.AsyncOpenAI(base_url=url, api_key=SMALL, max_retries=0) as http:
+            quick = slow_down(cluster.workers["decode-0"], 0.05)  # the stream is not over before the others have come
             stream = small.stream("one", max_tokens=150, ignore_eos=True)
             await anext(stream)
             with pytest.raises(Busy) as refused:
@@ -236,6 +238,7 @@ async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Pa
                 await http.completions.create(model="", prompt=["two", "three"], max_tokens=1)
             assert (never.value.code, never.value.response.headers["x-should-retry"]) == ("TOO_LARGE", "false")
             await large.generate("three", max_tokens=2, ignore_eos=True)
+            quick()
             async for _ in stream:
                 pass
             with pytest.raises(Busy) as spent:

@@ -117,8 +117,7 @@ async def test_a_worker_that_goes_away_in_the_middle_of_a_call_changes_no_call(i
         assert (name, len(json.loads(arguments)["text"]) >= 40) == ("note", True)
         same = {name: call for name, call in undisturbed.items() if name != "responses"}
         assert same == dict.fromkeys(same, undisturbed["grpc"])
-        for worker in ("decode-0", "decode-1"):
-            slow_down(cluster.workers[worker], 0.05)
+        quick = [slow_down(cluster.workers[worker], 0.05) for worker in ("decode-0", "decode-1")]
         for begun in doors.begun.values():
             begun.clear()
         tasks = {name: asyncio.create_task(ask) for name, ask in doors.all().items()}
@@ -126,6 +125,8 @@ async def test_a_worker_that_goes_away_in_the_middle_of_a_call_changes_no_call(i
             await asyncio.gather(*(begun.wait() for begun in doors.begun.values()))
         assert not any(task.done() for task in tasks.values()), "the fault must come in the middle"
         await cluster.workers["decode-0"].grpc.stop(0.0)
+        for hurry in quick:
+            hurry()
         assert {name: await task for name, task in tasks.items()} == undisturbed
         assert any(receipt.attempts > 1 for receipt in await cluster.client.receipts()), "it must have hit a stream"
         await doors.http.aclose()

@@ -63,7 +63,7 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any
     prompt = oracle.prompts(tiny, [length])[0]
     full = (length - 1) // BLOCK
     async with inside() as cluster:
-        slow_down(cluster.workers["decode-0"])
+        quick = slow_down(cluster.workers["decode-0"], 0.05)  # the first is not over before the last has begun
         pool = cluster.workers["decode-0"].engine.pool
         stream = cluster.client.stream(prompt, n=n, **options())
         begun: set[int] = set()
@@ -77,6 +77,7 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any
         assert pool.held == full + sum(len(table) - full for table in tables)
         assert pool.held < sum(len(table) for table in tables) - (n - 2) * full
         assert not pool.check()
+        quick()
         pieces = [piece async for piece in stream]
         receipts = {piece.choice: piece.receipt for piece in pieces if piece.receipt}
         assert [receipts[choice].path for choice in range(n)] == ["disaggregated", *["local"] * (n - 1)]
@@ -107,14 +108,15 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_no_answer(insid
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside(decode=2) as cluster:
         expected = await cluster.client.generate(prompt, n=4, **options())
-        for name in ("decode-0", "decode-1"):
-            slow_down(cluster.workers[name])
+        quick = [slow_down(cluster.workers[name], 0.05) for name in ("decode-0", "decode-1")]
         pieces: list[Any] = []
         async for piece in cluster.client.stream(prompt, n=4, **options()):
             pieces.append(piece)
-            if len(pieces) == 24:
+            if quick and len({piece.choice for piece in pieces}) == 4:
                 busy = max(cluster.held(), key=lambda name: cluster.held()[name] if name.startswith("decode") else -1)
                 await cluster.workers[busy].grpc.stop(0.0)
+                while quick:
+                    quick.pop()()
         for choice, undisturbed in enumerate(expected):
             own = [piece for piece in pieces if piece.choice == choice]
             assert [token for piece in own for token in piece.token_ids] == undisturbed.token_ids

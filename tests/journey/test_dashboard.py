@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.router.frontend import dashboard
+from services.router.frontend import dashboard, history
 from services.router.frontend.dashboard import HEADER, PAGES
 from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest
@@ -67,6 +67,7 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
 ) -> None:
     """Page, stream and actions; a page of another site, or a name that somebody else made up for us, gets nothing."""
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
+    monkeypatch.setattr(history, "SAMPLE_S", 3600.0)  # the history has the points that the test takes
     traces = "http://localhost:16686/trace/{trace_id}"
     scaled_by = {"autoscale": "dry-run", "decode_max": 2, "trace_url": traces}
     async with web(slo_ttft_s=30.0, slo_tpot_s=30.0, **scaled_by) as (cluster, client):
@@ -122,10 +123,10 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
             refused = await client.post(target, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "PERMISSION_DENIED")
             assert (await client.get(EVENTS, headers=headers)).status_code == 403
-        monkeypatch.setattr(dashboard, "_from_here", lambda _: False)  # as from another machine
-        assert (await client.post(target, headers=PAGE)).status_code == 403
-        assert (await client.get(EVENTS, headers=PAGE)).status_code == 403
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(dashboard, "_from_here", lambda _: False)  # as from another machine
+            assert (await client.post(target, headers=PAGE)).status_code == 403
+            assert (await client.get(EVENTS, headers=PAGE)).status_code == 403
         preflight = await client.options(target, headers={"origin": "http://evil.example"})
         assert not [name for name in preflight.headers if name.startswith("access-control")]
         assert await scaled(cluster) == {"prefill": 1, "decode": 1}

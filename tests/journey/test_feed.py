@@ -19,7 +19,7 @@ from tandem.errors import InternalError, InvalidRequest, Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 from tests.support import oracle
-from tests.support.faults import slow_down
+from tests.support.faults import slow_down, together
 
 NEW = 64
 
@@ -68,9 +68,9 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     waiting. Without an interval each is told at once."""
     feed = services.decode.stream_mux.StreamMux(1.0)
     messages = feed.messages()
+    told_at = monotonic()
     feed.put(said(1, 10, 5))
     assert [event.tokens.position for event in (await anext(messages)).events] == [10]
-    told_at = monotonic()
     telling = asyncio.create_task(anext(messages))
     for position in (11, 12, 13):
         feed.put(said(1, position, 5))
@@ -135,6 +135,7 @@ async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, mo
     monkeypatch.setattr(services.decode.stream_mux.StreamMux, "messages", messages)
     prompts = oracle.prompts(tiny, [20, 30, 40, 50])
     async with inside() as cluster:
+        together(cluster.workers["decode-0"], 4)
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, max_tokens=64, ignore_eos=True) for prompt in prompts)
         )
@@ -180,6 +181,8 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]
     async with inside() as cluster:
+        together(cluster.workers["decode-0"], 2)
+        quick = slow_down(cluster.workers["decode-0"], 0.03)  # neither is over before the feed breaks
         feeds = cluster.router.models.first.pools.muxes
 
         async def read(number: int) -> None:
@@ -188,6 +191,7 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
                 if all(len(one) > 3 for one in ids) and len(broken) == 0:
                     broken.append(next(iter(feeds._muxes.values())))
                     broken[0]._call.cancel()
+                    quick()
                 if piece.receipt:
                     attempts[number] = piece.receipt.attempts
 

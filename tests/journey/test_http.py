@@ -21,7 +21,7 @@ from services.router.frontend import http_answers, http_body, http_server
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import CheckpointRefused, InvalidRequest
-from tests.support.faults import Harm, hold_until
+from tests.support.faults import Harm, hold_until, slow_down
 from tests.support.stopwatch import Stopwatch
 from tests.support.templates import HERMES, LLAMA
 from tests.support.waiting import until
@@ -850,6 +850,7 @@ async def test_a_full_cluster_says_when_to_come_back(door: Any) -> None:
 async def test_a_stream_that_breaks_says_so_and_is_never_done(door: Any) -> None:
     """The decode worker ends in mid-stream and nobody can go on: an error event, no [DONE], and the SDK raises."""
     async with door(max_attempts=1) as it:
+        slow_down(it.cluster.workers["decode-0"])  # no stream is over before its worker ends
         lines: list[str] = []
         async with it.stream(prompt=PROMPT, max_tokens=1500) as answer:
             async for line in answer.aiter_lines():
@@ -860,7 +861,7 @@ async def test_a_stream_that_breaks_says_so_and_is_never_done(door: Any) -> None
         assert json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]["code"] == (
             "RESUME_FAILED"
         )
-        await it.cluster.start_worker("decode-0")
+        slow_down(await it.cluster.start_worker("decode-0"))
         await it.cluster.seen(2)
         stream = await it.openai.completions.create(
             model="", prompt=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
@@ -885,6 +886,7 @@ async def test_a_stopping_router_ends_its_streams_in_order(door: Any) -> None:
         with pytest.raises(httpx2.ConnectError):
             await it.raw.get("/health")
     async with door() as it:
+        slow_down(it.cluster.workers["decode-0"])
         async with it.stream(prompt=PROMPT, max_tokens=1500) as answer:
             lines = answer.aiter_lines()
             got = [await anext(lines)]
@@ -921,6 +923,7 @@ async def test_the_small_endpoints_answer(door: Any) -> None:
 async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
     """A stream that ended, one that the client left, and one that was refused; nothing is in progress afterwards."""
     async with door() as it:
+        slow_down(it.cluster.workers["decode-0"])  # no stream is over before its client leaves it
         await it.cluster.client.generate("Say something.", max_tokens=3, ignore_eos=True)
         stream = it.cluster.client.stream("Say something else.", max_tokens=400, ignore_eos=True)
         async for _ in stream:

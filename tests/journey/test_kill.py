@@ -18,8 +18,7 @@ from tests.support.waiting import wait_until
 STREAMS = 16
 SHORT = 4  # of them with a prompt that is computed before the others
 NEW = 200
-LONG = 400  # what a worker cannot finish before it is stopped, with steps of STEP_S: 2.4 s
-STEP_S = 0.006
+STEP_S = 0.05  # until the fault: no worker finishes within 10 s
 SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 
 
@@ -29,9 +28,9 @@ def options(index: int, new: int) -> dict[str, Any]:
     return {"max_tokens": new, "ignore_eos": True, "timeout": 100, **(sampled if index % 2 else {"temperature": 0.0})}
 
 
-async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]], new: int = NEW) -> None:
+async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]]) -> None:
     async def one(index: int) -> None:
-        async for piece in client.stream(prompts[index], **options(index, new)):
+        async for piece in client.stream(prompts[index], **options(index, NEW)):
             into[index].append(piece)
 
     await asyncio.gather(*(one(index) for index in range(len(prompts))))
@@ -50,25 +49,24 @@ async def reached(when: Any, pieces: list[list[Any]], running: asyncio.Task[None
                 raise AssertionError("all streams ended before the fault: it did not fire")
 
 
-async def disturbed(
-    cluster: LocalCluster, prompts: list[list[int]], victim: str, when: Any, new: int = NEW
-) -> list[list[Any]]:
+async def disturbed(cluster: LocalCluster, prompts: list[list[int]], victim: str, when: Any) -> list[list[Any]]:
     """Run all streams, kill the victim once `when` holds, start it again as the supervisor would."""
     client = AsyncClient(cluster.target)
     pieces: list[list[Any]] = [[] for _ in prompts]
-    running = asyncio.create_task(run_all(client, prompts, pieces, new))
+    running = asyncio.create_task(run_all(client, prompts, pieces))
     await reached(when, pieces, running)
     await asyncio.to_thread(cluster.kill, victim)
+    cluster.hurry()
     await asyncio.to_thread(cluster.start_worker, victim)
     await running
     await client.close()
     return pieces
 
 
-async def undisturbed(cluster: LocalCluster, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
+async def undisturbed(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
     client = AsyncClient(cluster.target)
     pieces: list[list[Any]] = [[] for _ in prompts]
-    await run_all(client, prompts, pieces, new)
+    await run_all(client, prompts, pieces)
     await client.close()
     return [ids(one) for one in pieces]
 
@@ -81,8 +79,8 @@ def sixteen(tiny: Path) -> list[list[int]]:
 def plain(tiny: Path) -> list[list[int]]:
     """What those give when nothing happens, without drafts."""
     with LocalCluster(tiny, **SIZES) as cluster:
-        tokens = asyncio.run(undisturbed(cluster, sixteen(tiny), LONG))
-    assert tokens[0][:NEW] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
+        tokens = asyncio.run(undisturbed(cluster, sixteen(tiny)))
+    assert tokens[0] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
     return tokens
 
 
@@ -104,7 +102,7 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[in
     """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
     prompts, expected = sixteen(tiny), plain
     with LocalCluster(tiny, decode=decodes, step_s=STEP_S, **SIZES) as cluster:
-        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
+        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
         moved = [receipt for receipt in receipts if receipt.attempts > 1]
@@ -142,9 +140,7 @@ async def test_the_decode_worker_dies_while_streams_speculate(
 ) -> None:
     """In the middle of sixteen speculating streams, with real prices: no token lost, none twice, all the same."""
     with LocalCluster(tiny, step_s=STEP_S, speculation="draft", draft_model=str(similar), **SIZES) as cluster:
-        pieces = await disturbed(
-            cluster, sixteen(tiny), "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG
-        )
+        pieces = await disturbed(cluster, sixteen(tiny), "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == plain
         receipts = [one[-1].receipt for one in pieces]
         assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit streams"
@@ -160,7 +156,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
     with LocalCluster(tiny, decode=2, step_s=STEP_S, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
-        running = asyncio.create_task(run_all(client, prompts, pieces, LONG))
+        running = asyncio.create_task(run_all(client, prompts, pieces))
         await reached(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
         victim, start = cluster.processes["decode-0"], time.monotonic()
         if gone == "drained":
@@ -169,9 +165,10 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
             assert await asyncio.to_thread(victim.popen.wait, 20) == 0
         else:
             victim.signal(signal.SIGSTOP)
+        cluster.hurry()
         before = [len(ids(one)) for one in pieces]
         await reached(
-            lambda p: all(len(ids(one)) > had or had == LONG for one, had in zip(p, before, strict=True)),
+            lambda p: all(len(ids(one)) > had or had == NEW for one, had in zip(p, before, strict=True)),
             pieces,
             running,
         )

@@ -172,8 +172,7 @@ async def test_a_worker_that_goes_away_in_the_middle_of_reasoning_changes_no_eve
     async with doors(decode=2) as it:
         seed = await thoughtful(it)
         undisturbed = {name: await ask for name, ask in it.all(seed).items()}
-        for name in ("decode-0", "decode-1"):
-            slow_down(it.cluster.workers[name], 0.05)
+        quick = [slow_down(it.cluster.workers[name], 0.05) for name in ("decode-0", "decode-1")]
         for begun in it.started.values():
             begun.clear()
         tasks = {name: asyncio.create_task(ask) for name, ask in it.all(seed).items()}
@@ -182,6 +181,8 @@ async def test_a_worker_that_goes_away_in_the_middle_of_reasoning_changes_no_eve
         running = [name for name, task in tasks.items() if not task.done()]
         assert len(running) == len(tasks), "the fault must come in the middle"
         await it.cluster.workers["decode-0"].grpc.stop(0.0)
+        for hurry in quick:
+            hurry()
         assert {name: await task for name, task in tasks.items()} == undisturbed
         receipts = await it.cluster.client.receipts()
         assert any(receipt.attempts > 1 for receipt in receipts), "the fault must have hit a stream"

@@ -272,7 +272,7 @@ async def test_either_worker_dies_mid_stream(folder: Path) -> None:
     tokens are the same."""
     short, long = oracle.prompts(folder, [20, 33, 48, 7]), oracle.prompts(folder, [9, 12, 300, 320])
     with LocalCluster(
-        folder, decode=2, step_s=0.01, block_size=8, dtype="float32", max_num_batched_tokens=16, max_num_seqs=8
+        folder, decode=2, step_s=0.1, block_size=8, dtype="float32", max_num_batched_tokens=16, max_num_seqs=8
     ) as cluster:
         client = AsyncClient(cluster.target)
 
@@ -286,6 +286,7 @@ async def test_either_worker_dies_mid_stream(folder: Path) -> None:
             running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
             await reached(when, pieces, running)
             await asyncio.to_thread(cluster.kill, victim)
+            cluster.hurry()
             await asyncio.to_thread(cluster.start_worker, victim)
             await running
             for prompt, each in zip(prompts, pieces, strict=True):
@@ -297,6 +298,7 @@ async def test_either_worker_dies_mid_stream(folder: Path) -> None:
         assert max(attempts) > 1
         for job, prompt in zip(jobs, short, strict=False):
             assert await read(client, job) == oracle.greedy(folder, prompt, 80)
+        cluster.slow_again()
         attempts = await disturbed(
             long, NEW, "prefill-0", lambda pieces: all(len(ids(each)) >= 2 for each in pieces[:2])
         )

@@ -16,7 +16,7 @@ from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, Tand
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
 from tests.support import oracle
-from tests.support.faults import Harm, hold_until
+from tests.support.faults import Harm, hold_until, slow_down, together
 from tests.support.muxed import decoded
 from tests.support.stopwatch import Stopwatch
 from tests.support.waiting import until
@@ -43,6 +43,7 @@ async def test_a_client_that_disconnects_frees_every_block_on_both_sides_within_
         go.set()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     async with inside(wrap=wrap, kv_blocks=1024) as cluster:
+        slow_down(cluster.workers["decode-0"])  # none is over before the last has begun
         pieces: list[list[Any]] = [[] for _ in range(16)]
         streams = [
             asyncio.create_task(collect(cluster.client.stream(prompt, max_tokens=400, ignore_eos=True), pieces[i]))
@@ -132,6 +133,7 @@ async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside:
     """A burst of long prompts uses both workers, each receipt says why, and the tokens are those of the oracle."""
     prompts = oracle.prompts(tiny, [180] * 8)
     async with inside(local_prefill="measured", kv_blocks=512) as cluster:
+        slow_down(cluster.workers["prefill-0"])  # the first prompts are not computed before the last is placed
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True) for prompt in prompts)
         )
@@ -209,6 +211,7 @@ async def test_a_preempted_stream_loses_nothing(inside: Any, tiny: Path) -> None
     """With too few blocks for all, streams are preempted and still give exactly their tokens."""
     prompts = oracle.prompts(tiny, [20] * 6)
     async with inside(kv_blocks=60) as cluster:
+        together(cluster.workers["decode-0"], 4)  # which end with 72 blocks
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, max_tokens=120, ignore_eos=True) for prompt in prompts)
         )
@@ -399,6 +402,7 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
     """Drain lets the stream on it end, and new requests go to the other worker."""
     prompts = oracle.prompts(tiny, [30, 30])
     async with inside(decode=2) as cluster:
+        quick = [slow_down(cluster.workers[name], 0.05) for name in ("decode-0", "decode-1")]
         stream = cluster.client.stream(prompts[0], max_tokens=150, ignore_eos=True)
         pieces = [await anext(stream)]
         busy = next(name for name, held in cluster.held().items() if name.startswith("decode") and held)
@@ -406,6 +410,8 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
         await until(lambda: cluster.workers[busy].state == "draining", 5, lambda: cluster.workers[busy].state)
         other = await cluster.client.generate(prompts[1], max_tokens=NEW, ignore_eos=True)
         assert other.receipt.decode_worker != busy
+        for hurry in quick:
+            hurry()
         pieces += [piece async for piece in stream]
         ids = [token for piece in pieces for token in piece.token_ids]
         assert ids == oracle.greedy(tiny, prompts[0], 150)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import oracle
-from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down, together
 
 NEW = 80
 
@@ -109,21 +109,22 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
     prompts = oracle.prompts(tiny, [30, 44, 37, 51])
     async with inside(prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(prompt, **options(prompt)) for prompt in prompts]
-        for name in ("decode-0", "decode-1"):
-            slow_down(cluster.workers[name])
+        quick = [slow_down(cluster.workers[name], 0.03) for name in ("decode-0", "decode-1")]
         pieces: list[list[Any]] = [[] for _ in prompts]
         under_way = asyncio.Event()
 
         async def collect(index: int) -> None:
             async for piece in cluster.client.stream(prompts[index], **options(prompts[index])):
                 pieces[index].append(piece)
-                if all(len(one) >= 12 for one in pieces):
+                if all(sum(len(piece.token_ids) for piece in one) >= 12 for one in pieces):
                     under_way.set()
 
         running = asyncio.gather(*(collect(index) for index in range(len(prompts))))
         async with asyncio.timeout(30):
             await under_way.wait()
         await cluster.workers["decode-0"].grpc.stop(0.0)
+        for hurry in quick:
+            hurry()
         await running
         assert any(one[-1].receipt.attempts > 1 for one in pieces), "the fault must have hit a stream"
         for one, undisturbed in zip(pieces, expected, strict=True):
@@ -141,6 +142,7 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path) -> None
     how = {"min_tokens": 120, "max_tokens": 120, "temperature": 0.8}
     async with inside(kv_blocks=60) as cluster:
         alone = [await cluster.client.generate(prompt, **options(prompt, **how)) for prompt in prompts]
+        together(cluster.workers["decode-0"], 4)  # which end with 72 blocks
         done = await asyncio.gather(*(cluster.client.generate(prompt, **options(prompt, **how)) for prompt in prompts))
         assert sum(one.receipt.preemptions for one in alone) == 0
         assert sum(one.receipt.preemptions for one in done) > 0

@@ -14,6 +14,7 @@ from engine.decoding import new_tokens
 from tandem.errors import SettingsError
 from tests.journey.test_sampling import check, options
 from tests.support import oracle
+from tests.support.faults import together
 
 NEW = 60
 
@@ -77,6 +78,7 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar
     """With too few blocks for all of them, drafts included, each still gives what it gives alone."""
     prompts = oracle.prompts(tiny, [20] * 6)
     async with inside(kv_blocks=60, speculation="draft", draft_model=str(similar)) as cluster:
+        together(cluster.workers["decode-0"], 4)  # which end with 72 blocks
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, max_tokens=120, ignore_eos=True) for prompt in prompts)
         )

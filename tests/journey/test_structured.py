@@ -16,7 +16,7 @@ import engine.engine
 from tandem.errors import Busy, InvalidRequest, TandemError
 from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
-from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down, together
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 PROMPTS = ["Return the", "What does sorted do?", "Raised when an index", "Create a"]
@@ -110,21 +110,22 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
     hows = [options(), options(stop=["5"], min_tokens=30), options(grammar={"json_schema": SCHEMA}), options(seed=9)]
     async with inside(model=DEMO, prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(p, **how) for p, how in zip(PROMPTS, hows, strict=True)]
-        for name in ("decode-0", "decode-1"):
-            slow_down(cluster.workers[name])
+        quick = [slow_down(cluster.workers[name], 0.03) for name in ("decode-0", "decode-1")]
         pieces: list[list[Any]] = [[] for _ in PROMPTS]
         under_way = asyncio.Event()
 
         async def collect(index: int) -> None:
             async for piece in cluster.client.stream(PROMPTS[index], **hows[index]):
                 pieces[index].append(piece)
-                if all(len(one) >= 4 for one in pieces):
+                if all(sum(len(piece.token_ids) for piece in one) >= 4 for one in pieces):
                     under_way.set()
 
         running = asyncio.gather(*(collect(index) for index in range(len(PROMPTS))))
         async with asyncio.timeout(30):
             await under_way.wait()
         await cluster.workers["decode-0"].grpc.stop(0.0)
+        for hurry in quick:
+            hurry()
         await running
         assert any(one[-1].receipt.attempts > 1 for one in pieces), "the fault must have hit a stream"
         for one, undisturbed in zip(pieces, expected, strict=True):
@@ -142,15 +143,14 @@ async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: An
     ]
     async with inside(model=str(with_template(tmp_path)), decode=2) as cluster:
         alone = [[piece async for piece in cluster.client._pieces(one, None)] for one in asked]
-        for name in ("decode-0", "decode-1"):
-            slow_down(cluster.workers[name])
+        quick = [slow_down(cluster.workers[name], 0.03) for name in ("decode-0", "decode-1")]
         pieces: list[list[Any]] = [[] for _ in asked]
         under_way = asyncio.Event()
 
         async def collect(index: int) -> None:
             async for piece in cluster.client._pieces(asked[index], None):
                 pieces[index].append(piece)
-                if all(len(one) >= 8 for one in pieces):
+                if all(sum(len(piece.token_ids) for piece in one) >= 16 for one in pieces):
                     under_way.set()
 
         running = asyncio.gather(*(collect(index) for index in range(len(asked))))
@@ -158,6 +158,8 @@ async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: An
             await under_way.wait()
         assert not any(one[-1].receipt for one in pieces), "the fault must come in the middle"
         await cluster.workers["decode-0"].grpc.stop(0.0)
+        for hurry in quick:
+            hurry()
         await running
         assert any(one[-1].receipt.attempts > 1 for one in pieces), "the fault must have hit a stream"
         for one, undisturbed in zip(pieces, alone, strict=True):
@@ -175,7 +177,7 @@ async def test_preempted_streams_change_nothing(inside: Any) -> None:
         alone = [
             await cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS
         ]
-        slow_down(cluster.workers["decode-0"])
+        together(cluster.workers["decode-0"], 4)  # which end with more blocks than there are
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -82,15 +82,31 @@ def hold_until(event: asyncio.Event) -> AfterRead:
     return wait
 
 
-def slow_down(worker: Any, step_s: float = 0.01) -> None:
-    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it."""
-    step = worker.engine.step
+def slow_down(worker: Any, step_s: float = 0.01, until: Callable[[], bool] = lambda: False) -> Callable[[], None]:
+    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it. `until`
+    that, or until what is returned is called, the steps are slow."""
+    step, over = worker.engine.step, threading.Event()
 
     def slow() -> Any:
-        time.sleep(step_s)
+        if not until():
+            over.wait(step_s)
         return step()
 
     worker.engine.step = slow
+    return over.set
+
+
+def together(worker: Any, count: int) -> None:
+    """Its engine runs nothing before so many sequences have joined it: they overlap, however quick it is."""
+    engine, step = worker.engine, worker.engine.step
+    begun = False
+
+    def when_all_are_there() -> Any:
+        nonlocal begun
+        begun = begun or len(engine.scheduler.running) + len(engine.scheduler.waiting) >= count
+        return step() if begun else []  # the engine's thread then waits for the next call, as for a sequence that joins
+
+    engine.step = when_all_are_there
 
 
 def forget_cached(pool: BlockPool) -> None:

@@ -88,12 +88,13 @@ class LocalCluster:
     def __init__(
         self, model: Path | str, *, prefill: int = 1, decode: int = 1, step_s: float = 0.0, **settings: object
     ) -> None:
-        """`step_s`: seconds by which each step of every engine takes longer (tests/support/slowly.py)."""
+        """`step_s`: seconds by which each step of every engine takes longer until `hurry` (tests/support/slowly.py)."""
         # Prompts go to prefill workers, always: a test of the seam must cross it.
         fixed = {"threads": 1, "kv_blocks": 512, "device": "cpu", "local_prefill": "never"}
         self._settings = {"model": str(model), **fixed, **settings}
         self._step_s = step_s
         self._folder = tempfile.TemporaryDirectory(prefix="tdm-")
+        self._quick = Path(self._folder.name) / "quick"
         self._valkey = EmbeddedValkey(Path(self._folder.name))
         self.processes: dict[str, Process] = {}
         self.address: dict[str, str] = {}
@@ -130,7 +131,7 @@ class LocalCluster:
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         slower = self._step_s if step_s is None else step_s
         if slower:
-            chosen["TESTS_STEP_S"] = str(slower)
+            chosen |= {"TESTS_STEP_S": str(slower), "TESTS_QUICK": str(self._quick)}
         module = "tests.support.slowly" if slower else "services"
         self.processes[name] = Process(name, Copy(module, [role, name], env | chosen))
 
@@ -140,6 +141,14 @@ class LocalCluster:
     def start_worker(self, name: str, **settings: object) -> None:
         self.launch(name, **settings)
         self.wait_ready(name)
+
+    def hurry(self) -> None:
+        """What was to happen in slow steps has happened: from now on no step of any engine takes longer than it does."""
+        self._quick.touch()
+
+    def slow_again(self) -> None:
+        """After `hurry`."""
+        self._quick.unlink()
 
     def kill(self, name: str) -> None:
         """SIGKILL, and proof that it worked."""
