@@ -25,9 +25,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.free_port import free_port
 from loadtest.comparison.peer_servers import Peers
 from loadtest.harness.demo_model import DEMO
-from loadtest.harness.http_connection import free_port
 from loadtest.harness.options import PEERS_HOME, AtOnce, Home, names
 from loadtest.harness.processes import Local
 from loadtest.harness.section_table import FILE_WIDTH
@@ -195,7 +195,7 @@ def main(
     table = Table("client", "endpoint", "requests", "failed", "requests/s", "output tokens/s", "TTFT", "ITL", "wrong")
     faults = 0
     with Local(model=DEMO, kv_blocks=1024) as local:
-        port = free_port()
+        port = free_port("127.0.0.1", 0, "port")
         local.launch("router", ROUTER, http_port=port)
         local.launch("prefill", "prefill-0")
         local.launch("decode", "decode-0")

@@ -15,9 +15,10 @@ from time import monotonic, sleep
 
 import psutil
 
+from cluster.free_port import free_port
 from loadtest.comparison.peer_servers import Peers
 from loadtest.harness.demo_model import DEMO, DEMO_VOCAB
-from loadtest.harness.http_connection import completion, free_port
+from loadtest.harness.http_connection import completion
 from loadtest.harness.processes import START_TIMEOUT_S, Local, Process
 from loadtest.harness.stats import Tick
 from tandem.errors import DeadlineExceeded, Unavailable
@@ -61,7 +62,7 @@ def started(
         theirs = _dynamo(python, env, modes, speedup, stack, tick)
         tick("starting tandem")
         local = stack.enter_context(Local(model=DEMO))
-        port = free_port()
+        port = free_port("127.0.0.1", 0, "port")
         local.launch("router", ROUTER, http_port=port)
         local.launch("decode", WORKER, program=("loadtest.comparison.instant_worker", str(pace(theirs[0]))))
         local.wait_seen(ROUTER, 1)
@@ -102,7 +103,7 @@ def _dynamo(
     sides = []
     for mode in modes:
         tick(f"starting dynamo's frontend, {mode}")
-        port = free_port()
+        port = free_port("127.0.0.1", 0, "port")
         where = ["--http-host", "127.0.0.1", "--http-port", str(port)]
         frontend = start("dynamo.frontend", *where, "--router-mode", mode)
         side = Side(f"dynamo {mode}", port, "demo", frontend.popen.pid, mocker.popen.pid)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.free_port import free_port
 from loadtest.harness.demo_model import DEMO
-from loadtest.harness.http_connection import free_port
 from loadtest.harness.processes import Local
 
 MODEL = "demo"
@@ -50,7 +50,7 @@ def server() -> Iterator[Target]:
         keys.chmod(0o600)
         settings = {"model": str(folder), "served_model_name": MODEL, "dtype": "float32", "block_size": BLOCK}
         with Local(**settings, kv_blocks=2 * CONTEXT // BLOCK) as local:
-            ports = free_port(), free_port()
+            ports = free_port("127.0.0.1", 0, "port"), free_port("127.0.0.1", 0, "port")
             local.launch("router", "router-0", http_port=ports[0])
             local.launch("router", "router-1", http_port=ports[1], api_keys=keys)
             local.launch("prefill", "prefill-0", threads=2)

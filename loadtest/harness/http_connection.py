@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,13 +14,6 @@ from tandem.errors import Unavailable
 EVENT, DONE, LAST_CHUNK = b"data: {", b"data: [DONE]", b"0\r\n\r\n"
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 KEPT = 1024  # bytes before the end of an answer, in which its usage is
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def completion(body: dict[str, object]) -> bytes:

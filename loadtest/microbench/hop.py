@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from loadtest.harness.http_connection import free_port
+from cluster.free_port import free_port
 from loadtest.harness.processes import Local, cpu_seconds
 from loadtest.harness.stats import Row, Section, Spread, Tick, ratios
 from loadtest.loadgen.targets import Http
@@ -158,7 +158,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows."""
     tick("starting a router and a decode worker")
     with Local(model=model, kv_blocks=1024) as local:
-        port = free_port()
+        port = free_port("127.0.0.1", 0, "port")
         local.launch("router", ROUTER, http_port=port)
         local.launch("decode", WORKER)
         local.wait_seen(ROUTER, 1)

@@ -22,7 +22,7 @@ from time import monotonic, process_time
 
 import grpc
 
-from loadtest.harness.http_connection import free_port
+from cluster.free_port import free_port
 from loadtest.harness.processes import Local, cpu_seconds
 from loadtest.harness.stats import Row, Section, Spread, Tick, sure
 from loadtest.microbench.hop import ROUTER, WORKER, Through
@@ -111,7 +111,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     tick("starting three clusters")
-    port = free_port()
+    port = free_port("127.0.0.1", 0, "port")
     endpoint = f"http://127.0.0.1:{port}"
     about = {"otlp_endpoint": endpoint, "trace_ratio": 0.0, "metrics_port": 0}
     shared = {"model": model, "kv_blocks": 512}

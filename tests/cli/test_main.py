@@ -23,6 +23,7 @@ from tandem.results import Completion
 from tandem.v1 import common_pb2, generation_pb2
 
 MAIN = "import cli.main; cli.main.main()"
+SOON_S = 60.0
 
 
 @dataclass
@@ -37,7 +38,7 @@ async def tandem(*args: str, stdin: bytes = b"", env: dict[str, str] | None = No
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", MAIN, *args, stdin=-1, stdout=-1, stderr=-1, env={**os.environ, **(env or {})}
     )
-    out, err = await asyncio.wait_for(process.communicate(stdin), 20)
+    out, err = await asyncio.wait_for(process.communicate(stdin), SOON_S)
     return Result(process.returncode or 0, out.decode(), err.decode())
 
 
@@ -84,9 +85,9 @@ async def test_generate_streams(fake: Any, events: Any) -> None:
         sys.executable, "-c", MAIN, "generate", "Hi", "--target", fake.target, stdout=-1
     )
     assert process.stdout is not None
-    assert await asyncio.wait_for(process.stdout.readexactly(3), 10) == b"one"
+    assert await asyncio.wait_for(process.stdout.readexactly(3), SOON_S) == b"one"
     seen.set()
-    assert await asyncio.wait_for(process.stdout.read(), 10) == b" two\n"
+    assert await asyncio.wait_for(process.stdout.read(), SOON_S) == b" two\n"
     assert await process.wait() == 0
 
 
@@ -104,10 +105,10 @@ async def test_ctrl_c_cancels_the_stream(fake: Any, events: Any, json_flag: list
     command = [sys.executable, "-c", MAIN, "generate", "Hi", "--target", fake.target, *json_flag]
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     process = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1, preexec_fn=heard)
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), SOON_S)
     process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(), 10)
-    await asyncio.wait_for(fake.cancelled.wait(), 5)
+    out, err = await asyncio.wait_for(process.communicate(), SOON_S)
+    await asyncio.wait_for(fake.cancelled.wait(), SOON_S)
     assert (process.returncode, err) == (130, b"")
     assert out == b"" or not json_flag
 

@@ -23,7 +23,7 @@ from tests.cluster.fake import LAUNCHER
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
-SOON_S = 20.0
+SOON_S = 90.0
 UP = f"""
 import sys
 from cluster.local_cluster import run_forever

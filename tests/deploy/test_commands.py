@@ -105,7 +105,7 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
     assert not decode.answers("readinessProbe")  # the control: nobody can be ready yet
     for pod in (router, first, decode):
         pod.wait_ready()
-        assert pod.answers("livenessProbe")
+        wait_until(lambda alive=pod: alive.answers("livenessProbe"))
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         expected = client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=30).token_ids
         with Load(client, expected) as load:

@@ -4,7 +4,6 @@ pods."""
 from __future__ import annotations
 
 import secrets
-import socket
 import tempfile
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cluster.free_port import free_port
 from tandem.client import Client
 from tests.deploy import kuberay
 from tests.deploy.chart import NAME, Document, example, render
@@ -63,7 +63,7 @@ def release(folder: Path, values: Document) -> Iterator[Start]:
         f"{NAME}-tandem-router": f"{net}.3",
         kuberay.head_service(cluster): f"{net}.4",
     }
-    gcs = free_port()
+    gcs = free_port(f"{net}.4", 0, "gcs")
     names |= {f"{net}.4:{kuberay.GCS_PORT}": f"{net}.4:{gcs}"}
     fixed = {"valkey": f"{net}.2", "router": f"{net}.3", "head": f"{net}.4"}
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def release(folder: Path, values: Document) -> Iterator[Start]:
             ip = fixed.setdefault(f"{component}-{suffix}", fixed.get(component, f"{net}.{count + 10}"))
             name = f"{component}-{suffix}-{count}"
             (upgraded,) = [one for one in render(of) if one["kind"] == "RayCluster"]
-            rayed = kuberay.templates(upgraded, gcs, free_port())
+            rayed = kuberay.templates(upgraded, gcs, free_port(ip, 0, "port"))
             template = rayed.get(component) or templates[component]
             pod = Pod(documents, template, name, ip, names, folder, container)
             stack.callback(end, pod)
@@ -100,11 +100,6 @@ def node(start: Start, *about: str, **more: Any) -> Pod:
             break
     assert JOINED in pod.process.text(), pod.process.text()
     return pod
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def end(pod: Pod) -> None:

@@ -17,6 +17,7 @@ from tandem.errors import Busy, InvalidRequest, TandemError
 from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down, together
+from tests.support.stopwatch import no_collection
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 PROMPTS = ["Return the", "What does sorted do?", "Raised when an index", "Create a"]
@@ -272,7 +273,7 @@ async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, mo
     monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.1)
     monkeypatch.setattr(engine.decoding.structured_output, "REPLAY_CPU_S", 0.0)
     hostile = {"regex": "(a*)*(a*)*(aa|a)*(a|aa)*" * 8}
-    async with inside(model=DEMO) as cluster:
+    async with inside(model=DEMO) as cluster, no_collection():
         others = asyncio.gather(*(cluster.client.generate(prompt, **options()) for prompt in PROMPTS))
         with pytest.raises(TandemError) as caught:
             await cluster.client.generate(
@@ -308,7 +309,7 @@ async def test_a_worker_that_compiles_no_grammar_serves_all_other_requests(
                 assert caught.value.reason == "GRAMMARS_STUCK"
             done = await cluster.client.generate(PROMPTS[1], max_tokens=4)
             assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
-            assert done.receipt.phases["queue"] < 0.2
+            assert done.receipt.phases["queue"] < 0.4, "of REJECTED_S"
 
 
 async def test_stop_strings_cut_the_text_and_end_the_work(inside: Any) -> None:

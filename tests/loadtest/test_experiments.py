@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.free_port import free_port
 from loadtest.comparison import experiments, interference, peer_servers
 from loadtest.comparison.experiments import Sizes, disaggregated, steady
 from loadtest.comparison.peer_servers import Peers
 from loadtest.harness.goodput import Objective
-from loadtest.harness.http_connection import free_port
 from loadtest.loadgen.plan import Plan, Search
 from tandem.errors import Unavailable
 
@@ -72,7 +72,7 @@ SIZES = Sizes(
 
 def vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, manner: str = "whole") -> Peers:
     """Stands in for vLLM's script, on a port that is free."""
-    port = free_port()
+    port = free_port("127.0.0.1", 0, "port")
     monkeypatch.setattr(peer_servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
     monkeypatch.setattr(Peers, "checkpoint", lambda self, shape: folder / "model")
     monkeypatch.setattr(interference, "REST_S", 0.0)

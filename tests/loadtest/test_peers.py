@@ -6,12 +6,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
 
 import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.free_port import free_port
 from loadtest.commands import main
 from loadtest.comparison import engines, peer_servers, serve, soak
 from loadtest.comparison.interference import Window
@@ -21,6 +21,7 @@ from loadtest.harness.goodput import Load, Outcome
 from loadtest.harness.random_checkpoints import make_checkpoint
 from loadtest.harness.stats import sparkline
 from tandem.errors import SettingsError, Unavailable
+from tests.support.waiting import wait_until
 
 # ---- the command line
 
@@ -185,9 +186,7 @@ esac
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peers:
     """A script that stands in for vLLM's, on ports that are free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1", 0, "port")
     monkeypatch.setattr(peer_servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
     monkeypatch.setattr(peer_servers, "STOP_TIMEOUT_S", 1.0)
     script = tmp_path / "vllm.sh"
@@ -212,22 +211,17 @@ def test_no_process_of_a_peer_is_left(vllm: Vllm) -> None:
     assert of_session(session) == []
 
 
-def stand_still(processes: list[psutil.Process]) -> bool:
-    """Whether all are stopped; a signal arrives a moment after it was sent."""
-    deadline = monotonic() + 2.0
-    while not (still := {process.status() for process in processes} == {psutil.STATUS_STOPPED}):
-        if monotonic() > deadline:
-            break
-        sleep(0.01)
-    return still
+def stand_still(processes: list[psutil.Process], still: bool = True) -> None:
+    """Waits until all are stopped, or none is; a signal arrives a moment after it was sent."""
+    wait_until(lambda: {process.status() == psutil.STATUS_STOPPED for process in processes} == {still})
 
 
 def test_what_is_not_measured_stands_still(vllm: Vllm) -> None:
     """A frozen server uses no CPU: each of its processes is stopped, and goes on afterwards."""
-    assert not stand_still(vllm.processes())
+    stand_still(vllm.processes(), still=False)
     with vllm.frozen():
-        assert stand_still(vllm.processes())
-    assert not stand_still(vllm.processes())
+        stand_still(vllm.processes())
+    stand_still(vllm.processes(), still=False)
 
 
 def test_a_peer_that_does_not_start_is_an_error(peers: Peers) -> None:
@@ -248,7 +242,7 @@ def test_an_engine_answers_in_a_process_of_its_own_and_ends(tmp_path: Path, peer
     folder = make_checkpoint(tmp_path / "model", "tiny-llama")
     engine = engines.Engine("tandem", peers, folder, 1, tmp_path / "log")
     process = psutil.Process(engine._process.pid)
-    assert stand_still([process])
+    stand_still([process])
     seconds, token = engine.prefill([1, 2, 3])
     assert seconds > 0
     assert engine.prefill([1, 2, 3])[1] == token

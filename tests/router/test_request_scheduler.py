@@ -755,7 +755,7 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
     dispatch, it left its first placement in the account of the worker for good."""
     mine, other = replace(RECORD, max_running=1, running=1), replace(RECORD, worker_id="decode-1", layout_hash="M")
     view = seen(mine, other)
-    scheduler = RequestScheduler(view, 0.1, RoutingConfig())
+    scheduler = RequestScheduler(view, 0.3, RoutingConfig())
     await scheduler.keep_up()
 
     async def stream() -> None:
@@ -764,7 +764,8 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
             await scheduler.keep_up()
 
     waiting = asyncio.create_task(stream())
-    await asyncio.sleep(0.05)
+    for _ in range(5):
+        await asyncio.sleep(0)
     assert scheduler.waiting() == 1
     view.workers = {**view.workers, RECORD.worker_id: replace(RECORD, beat=2.0)}
     await waiting
@@ -829,11 +830,13 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     begun: Any = {"begun": True, "begun_with": Begun("L")}
 
     async def long() -> None:
-        async with scheduler.placed(700, 710, 0.3, **begun):
+        async with scheduler.placed(700, 710, 0.6, **begun):
             pytest.fail("it has no room")
 
     waiting = asyncio.create_task(long())
-    await asyncio.sleep(0.05)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.waiting() == 1
     async with scheduler.placed(20, 30, 0.1, **begun) as placement:
         assert placement.decode.worker_id == "decode-1"
         assert scheduler.waiting() == 1

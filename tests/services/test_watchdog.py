@@ -123,8 +123,9 @@ async def test_a_blocked_event_loop_is_logged_with_what_it_does(monkeypatch: pyt
         time.sleep(0.4)  # noqa: ASYNC251, this is the fault
         await asyncio.sleep(0.1)
     dog.stop()
-    [entry] = [entry for entry in logs if entry["event"] == "watchdog.loop_blocked"]
-    assert entry["stack"].startswith("MainThread: test_a_blocked_event_loop")
+    stacks = [entry["stack"] for entry in logs if entry["event"] == "watchdog.loop_blocked"]
+    # On a busy machine the loop itself is late, too, and stands elsewhere.
+    assert sum(stack.startswith("MainThread: test_a_blocked_event_loop") for stack in stacks) == 1, stacks
 
 
 ENDS = """

@@ -83,8 +83,8 @@ def hold_until(event: asyncio.Event) -> AfterRead:
 
 
 def slow_down(worker: Any, step_s: float = 0.01, until: Callable[[], bool] = lambda: False) -> Callable[[], None]:
-    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it. `until`
-    that, or until what is returned is called, the steps are slow."""
+    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it; until
+    `until` holds, or what is returned is called."""
     step, over = worker.engine.step, threading.Event()
 
     def slow() -> Any:

@@ -143,7 +143,7 @@ class LocalCluster:
         self.wait_ready(name)
 
     def hurry(self) -> None:
-        """What was to happen in slow steps has happened: from now on no step of any engine takes longer than it does."""
+        """What was to happen in slow steps has happened: from now on no step of any engine is slowed down."""
         self._quick.touch()
 
     def slow_again(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m services` whose engine takes at least TESTS_STEP_S for each step until the file TESTS_QUICK is there, so that a
+"""`python -m services` whose engine takes at least TESTS_STEP_S for each step until the file TESTS_QUICK is there: a
 stream is not over before what is to happen in it, however long the machine takes to let it happen."""
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, thread_time
 
@@ -35,9 +37,19 @@ class Stopwatch:
         return monotonic() - self._began < seconds or self.seconds < seconds
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector is off in the block. A full collection takes as long as what earlier tests left is
+    large, and is work of whichever thread it falls into."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class ThreadTime:
-    """A block's processor time in this thread. Python's garbage collector is off in the block: a full collection
-    takes as long as what earlier tests left is large, and falls into any test."""
+    """A block's processor time in this thread, without a collection."""
 
     seconds: float
 

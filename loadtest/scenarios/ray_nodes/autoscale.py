@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from time import monotonic, sleep
 
 import psutil
 
+from cluster.free_port import free_port
 from cluster.state.embedded_valkey import EmbeddedValkey
 from loadtest.scenarios.slow_device import LAUNCHER, Device
 from tandem.client import Client
@@ -128,7 +128,8 @@ def _cluster() -> Iterator[tuple[Client, dict[str, str]]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True)))
         valkey = EmbeddedValkey(folder)
-        here, gcs, port = f"127.{secrets.randbelow(200) + 20}.3.4", _free_port(), _free_port()
+        here, port = f"127.{secrets.randbelow(200) + 20}.3.4", free_port("127.0.0.1", 0, "port")
+        gcs = free_port(here, 0, "gcs")
         settings = SETTINGS | {"REDIS": valkey.start(), "CLUSTER_TOKEN": secrets.token_hex(16)}
         settings |= {"RAY_ADDRESS": f"{here}:{gcs}", "PORT": str(port)}
         stack.callback(valkey.stop)
@@ -198,8 +199,3 @@ def _process(arguments: list[str], env: dict[str, str], log: Path) -> Iterator[N
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
         process.wait(30)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
