@@ -24,7 +24,8 @@ from engine.runner import captured_steps
 from kvtransfer.sender import Sender
 from kvtransfer.types import Ticket
 from loadtest.harness.random_checkpoints import make_checkpoint
-from services import launch
+from services import grpc_server, launch
+from services.grpc_server import CHANNEL_OPTIONS
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.server import Router
 from services.worker import Worker
@@ -35,6 +36,7 @@ from tests.support.loaded_models import LoadedModels
 from tests.support.stopwatch import Stopwatch
 
 Wrap = Callable[[Any, str], Any]  # (transport, worker id) -> transport
+PING_TIMEOUT_MS = 60_000
 
 
 @pytest.fixture(scope="session")
@@ -180,6 +182,10 @@ def inside(
         for module in (services.worker, services.router.server):
             monkeypatch.setattr(module, "MAX_LOOP_BLOCKED_S", 300.0)
         monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 30.0)
+        # All peers are this process: when none answers a ping, the machine is busy.
+        patient = {name: PING_TIMEOUT_MS for name, _ in CHANNEL_OPTIONS if name.endswith("_timeout_ms")}
+        monkeypatch.setattr(grpc_server, "PING_TIMEOUT_MS", PING_TIMEOUT_MS)
+        monkeypatch.setattr(grpc_server, "CHANNEL_OPTIONS", tuple({**dict(CHANNEL_OPTIONS), **patient}.items()))
         async with AsyncExitStack() as stack:
             cluster = Inside(Settings(**given), stack)
             cluster.exits = exits
