@@ -41,6 +41,9 @@ from tests.support.faults import slow_down
 from tests.support.waiting import until
 
 NEW = 48
+# Of routers that start later; they look for jobs three times in it. The first one has the product's own, so that a busy
+# machine does not let it lapse before the router is lost.
+NEXT_LEASE_S = 1.2
 
 
 async def read(client: AsyncClient, job_id: str, from_token: int = 0) -> list[int]:
@@ -56,10 +59,12 @@ async def ended(client: AsyncClient, job_id: str) -> Any:
 
 
 async def crash(router: Any) -> None:
-    """Its process is gone: nothing is renewed, released or kept any more."""
+    """Its process is gone: nothing is renewed or kept any more, and its leases have ended with time."""
     await end(router.job_runner._keeping)
-    for _, task in list(router.job_runner._running.values()):
+    running = dict(router.job_runner._running)
+    for _, task in running.values():
         await end(task)
+    await router.journal.release([(job_id, generation) for job_id, (generation, _) in running.items()])
 
 
 def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1) -> None:
@@ -153,12 +158,12 @@ async def test_every_completion_goes_on_at_its_own_last_token(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that had ended stay as they are; the others are what they are without the loss, each with its seed."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt, n = oracle.prompts(tiny, [30])[0], 4
     ends = {3: 2.5, 4: 2.5}  # more likely than by nature, so that they end at different tokens
     options: Any = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": n}
     options |= {"stop_token_ids": list(ends), "logit_bias": ends, "min_tokens": 8}
     async with inside() as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected: list[list[int]] = [[] for _ in range(n)]
         await of_each(cluster.client.stream(prompt, **options), expected)
         assert len({tuple(tokens) for tokens in expected}) == n, "they must differ, or equality says nothing"
@@ -177,10 +182,10 @@ async def test_a_watcher_of_several_completions_finds_the_next_router(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks again from the completion that is furthest behind, and nobody sees a token twice."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options: Any = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": 3}
     async with inside() as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected: list[list[int]] = [[], [], []]
         await of_each(cluster.client.stream(prompt, **options), expected)
         held(cluster.router, lambda now: min(map(len, now)) >= 5, choices=3)
@@ -203,9 +208,9 @@ async def test_a_job_whose_last_token_was_kept_ends_at_the_next_router(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nothing is left to compute; its receipt says that the account of it is lost."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         reached = asyncio.Event()
 
         async def never(*_: Any, **__: Any) -> Any:
@@ -231,9 +236,9 @@ async def test_a_job_that_must_call_a_tool_goes_on_with_its_call(
     inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept is the prompt as token ids and the grammar that was made of its tools."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     request = forced_call(max_tokens=100, seed=3)
     async with inside(model=str(with_template(tmp_path))) as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected: list[list[int]] = [[]]
         await of_each(cluster.client._pieces(request, None), expected)
 
@@ -248,10 +253,10 @@ async def test_a_call_that_a_job_began_at_a_lost_router_is_one_call(
     inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     """Within its marker, within its name, and within its arguments. Whoever reads the job finds each part once."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     request = forced_call(max_tokens=100, seed=3)
     request.request_id = "call"
     async with inside(model=str(with_template(tmp_path))) as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         whole = completion([piece async for piece in cluster.client._pieces(request, None)])
         assert len(whole.token_ids) > tokens
 
@@ -278,10 +283,10 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token for token, and they are not the base model's."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options: Any = {"max_tokens": 80, "ignore_eos": True, "adapter": "red"}
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected = [(await cluster.client.generate(prompt, **options)).token_ids]
         assert expected[0][:NEW] != oracle.greedy(tiny, prompt, NEW)
         submit = lambda client: client.submit(prompt, **options)  # noqa: E731
@@ -312,7 +317,6 @@ async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for its own, for as long as it has, and what was kept stays as it was."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     check, refused = DecodeServicer._check_adapter, asyncio.Event()
 
@@ -326,6 +330,7 @@ async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
 
     monkeypatch.setattr(DecodeServicer, "_check_adapter", seen_by_us)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         kept = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
         job, second = await replaced(cluster, adapters, prompt)
         async with AsyncClient(second.address) as client:
@@ -345,7 +350,6 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the refusal above is the kept fingerprint's doing."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
 
     class Forgetful(generation.ResumeState):
@@ -355,6 +359,7 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
 
     monkeypatch.setattr(generation, "ResumeState", Forgetful)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
         job, second = await replaced(cluster, adapters, prompt)
         async with AsyncClient(second.address) as client, asyncio.timeout(20):
@@ -371,10 +376,10 @@ async def test_another_router_goes_on_at_the_last_token(
 ) -> None:
     """Sampled, with penalties: the same tokens as without the loss, and the watcher of the lost router finds the other
     one by itself."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.3}
     async with inside() as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected = (await cluster.client.generate(prompt, **options)).token_ids
         second: Any = await launch.start("router", cluster.settings, "router-1")
         held(cluster.router, lambda now: len(now[0]) >= 20)
@@ -401,10 +406,10 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
 ) -> None:
     """They would give other tokens: when no worker has had its own for a while, the job fails and says so, and what was
     kept stays as it was."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     monkeypatch.setattr(job_runner, "MAX_HOMELESS_S", 0.3)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         second: Any = await launch.start("router", cluster.settings, "router-1")
         served = second.models.first.served
         others = [replace(one, computes_with="another") for one in served.decode_workers()]

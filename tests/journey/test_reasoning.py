@@ -17,7 +17,7 @@ from services.router.frontend import job_runner
 from tandem.results import Completion, Piece
 from tandem.rpc.stream_reader import completion
 from tandem.v1 import generation_pb2, sampling_pb2
-from tests.journey.test_jobs import taken_over
+from tests.journey.test_jobs import NEXT_LEASE_S, taken_over
 from tests.support.faults import slow_down
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -193,8 +193,8 @@ async def test_a_job_whose_router_is_lost_in_the_middle_of_reasoning_changes_no_
     doors: Any, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """The next router reads what the first one had read, and passes on only what comes after."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     async with doors() as it:
+        monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         seed = await thoughtful(it)
         expected = await it.grpc(seed)
 

@@ -26,7 +26,7 @@ from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest
 from tandem.settings import Settings
 from tandem.telemetry import tracing
-from tests.journey.test_jobs import crash, held
+from tests.journey.test_jobs import NEXT_LEASE_S, crash, held
 from tests.support.faults import Harm, flip_a_byte, only_first
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -206,9 +206,9 @@ async def test_a_job_stays_in_the_trace_of_who_submitted_it_whichever_router_run
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both of its lives are under the submission: the one that its first router lost, and the one that ended it."""
-    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     with application(receiver.endpoint, monkeypatch):
         async with inside(otlp_endpoint=receiver.endpoint, trace_ratio=0.0) as cluster:
+            monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
             second: Any = await launch.start("router", cluster.settings, "router-1")
             held(cluster.router, lambda kept: len(kept[0]) >= 1)
             job = await cluster.client.submit(list(range(2, 52)), max_tokens=200, ignore_eos=True)
