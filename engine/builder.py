@@ -25,9 +25,10 @@ from engine.decoding.grammars import Grammars
 from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
 from engine.engine import Engine
 from engine.kernels import speed_check
-from engine.kernels.weight_cache import WeightCache, default_folder
+from engine.kernels.weight_cache import cache_of
 from engine.loading import checkpoint
-from engine.loading.model_loader import load_model, read_config
+from engine.loading.model_loader import load_model
+from engine.loading.module_loader import read_config
 from engine.parallel.leader import Ranks
 from engine.parallel.rank_memory import Loading, described
 from engine.parallel.tp_plan import check_plan, check_settings
@@ -78,7 +79,11 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
     modules = [runner.module for runner in (model, draft) if runner]
-    products = speed_check.run(modules, model.dtype, _cache(settings)) if device.type == "cpu" else None
+    products = (
+        speed_check.run(modules, model.dtype, cache_of(settings.weight_cache, settings.weight_cache_gib))
+        if device.type == "cpu"
+        else None
+    )
     say(f"products: {products or 'none that is timed'}")
     if products is not None and products.warning:
         log.warning("%s", products.warning)
@@ -118,7 +123,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, say: Cal
         later_rank=_later_rank(settings),
         weights=settings.weights,
         kv_dtype=settings.kv_dtype,
-        cache=_cache(settings),
+        cache=cache_of(settings.weight_cache, settings.weight_cache_gib),
         progress=say,
     )
 
@@ -134,6 +139,7 @@ def _load_ranks(
         "path": str(folder),
         "max_model_len": settings.max_model_len,
         "block_size": settings.block_size,
+        "weights": settings.weights,
         "kv_dtype": settings.kv_dtype,
     }
     name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
@@ -207,7 +213,7 @@ def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], N
         device=target.device,
         block_size=settings.block_size,
         weights=settings.weights,
-        cache=_cache(settings),
+        cache=cache_of(settings.weight_cache, settings.weight_cache_gib),
         progress=lambda line: say(f"draft model: {line}"),
     )
     if draft.mixers is not None:
@@ -230,13 +236,6 @@ def _speculation(settings: Settings, draft: ModelRunner | None, blocks: int) -> 
     elif settings.speculation == "ngram":
         drafter = Ngram()
     return Speculation(drafter, settings.speculation_tokens) if drafter else None
-
-
-def _cache(settings: Settings) -> WeightCache | None:
-    if settings.weight_cache == "off":
-        return None
-    folder = default_folder() if settings.weight_cache == "auto" else Path(settings.weight_cache).expanduser()
-    return WeightCache(folder, int(settings.weight_cache_gib * 2**30))
 
 
 def _later_rank(settings: Settings) -> int:

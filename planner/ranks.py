@@ -27,7 +27,7 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
     SettingsError for a checkpoint that is quantised."""
     if shape.ready:
         raise SettingsError("a quantised checkpoint is not served by several ranks", field="tp", bound="1")
-    from engine.loading.model_loader import read_config  # imports transformers and torch: only if it is asked for
+    from engine.loading.module_loader import read_config  # imports transformers and torch: only if it is asked for
     from engine.parallel.tp_plan import CUT, check_plan
 
     config = read_config(folder)

@@ -282,3 +282,10 @@ def default_folder() -> Path:
     """In the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).expanduser() / "tandem" / "weights"
+
+
+def cache_of(where: str, gib: float) -> WeightCache | None:
+    """As the settings weight_cache and weight_cache_gib ask for it; None: off."""
+    if where == "off":
+        return None
+    return WeightCache(default_folder() if where == "auto" else Path(where).expanduser(), int(gib * 2**30))

@@ -13,7 +13,9 @@ looking up rows takes little time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of abso
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
 _CODES = "_tandem_codes"
+
+Largest = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,35 @@ class Packer:
     zeros: bool = False
 
 
-def quantise(weight: torch.Tensor, format: str, packer: Packer | None = None) -> Codes:
+def quantise(weight: torch.Tensor, format: str, packer: Packer | None = None, largest: Largest | None = None) -> Codes:
     """Rounds a weight `[n, k]` to the nearest codes, and verifies the packed form; in panels for CPU by default."""
-    pack = (packer or PANELS).pack
+    codes, scales = rounded(weight, format, largest)
+    return (packer or PANELS).pack(codes, scales, group_of(format, weight.shape[1]), format)
+
+
+def rounded(weight: torch.Tensor, format: str, largest: Largest | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes (int16 `[n, k]`) and scales (`[n, groups]`) nearest to a weight, by torch alone. `largest` is for a
+    weight that is some columns of a larger one, whose rows share scales: it makes of each row's largest absolute value
+    that of the whole row."""
     wide = weight.float()
     n, k = wide.shape
     group = group_of(format, k)
     if format == "bf16":
-        return pack(wide.bfloat16().view(torch.int16), torch.ones(n, 1), group, format)
+        return wide.bfloat16().view(torch.int16), torch.ones(n, 1)
     parts = F.pad(wide, (0, -k % group)).view(n, -1, group)  # [n, groups, group]
-    scales = _int4_scales(parts) if format == "int4" else parts.abs().amax(2) / LARGEST[format]
+    if format == "int4":
+        scales = _int4_scales(parts)
+    else:
+        own = parts.abs().amax(2)
+        scales = (own if largest is None else largest(own)) / LARGEST[format]
     scales = torch.where(scales == 0, 1.0, scales)
     units = parts / scales.unsqueeze(2)
-    return pack(codes_of(units, format).view(n, -1)[:, :k], scales, group, format)
+    return codes_of(units, format).view(n, -1)[:, :k], scales
+
+
+def represented(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -> torch.Tensor:
+    """The weight that codes `[n, k]` and scales `[n, groups]` represent: float32 `[n, k]`, by torch alone."""
+    return values_of(codes, format) * scales.repeat_interleave(group, 1)[:, : codes.shape[1]]
 
 
 def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
@@ -125,7 +145,7 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
         group,
         format,
     )
-    weight = values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
+    weight = represented(codes, scales, group, format)
     same = torch.equal(ours.weight(), weight)
     generator = torch.Generator().manual_seed(0)
     for rows in ROWS_TRIED if same else ():
@@ -161,18 +181,48 @@ PANELS = Packer(packed)  # for CPU
 # ---- in a model
 
 
-def apply(model: PreTrainedModel, format: str, packer: Packer | None = None) -> int:
-    """Replaces the weight of every plain product below `model`; returns how many there were."""
-    done: dict[tuple[int, torch.Size], Codes] = {}  # tied weights are packed once
+def apply(
+    model: PreTrainedModel,
+    format: str,
+    packer: Packer | None = None,
+    largest_of: Callable[[str], Largest | None] = lambda _: None,
+) -> int:
+    """Replaces the weight of every plain product below `model`, one after another; returns how many there were.
+    `largest_of` has what `rounded` needs for a product of this name."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    layers = [(layer, weight) for layer in model.modules() if (weight := modules.weight_of(layer)) is not None]
-    for layer, weight in layers:
-        own = of_head(format) if layer is head else format
-        key = (weight.data_ptr(), weight.shape)
-        if key not in done:
-            done[key] = quantise(weight, own, packer)
-        put(layer, done[key])
-    return len(layers)
+    layers: dict[tuple[int, torch.Size], list[tuple[str, Any]]] = {}  # tied weights are packed once
+    for name, layer in model.named_modules():
+        if (weight := modules.weight_of(layer)) is not None:
+            layers.setdefault((weight.data_ptr(), weight.shape), []).append((name, layer))
+    del weight  # each is dropped as soon as it is replaced
+    for same in layers.values():
+        name, first = same[0]
+        own = of_head(format) if any(layer is head for _, layer in same) else format
+        codes = quantise(modules.oriented(first), own, packer, largest_of(name))
+        for _, layer in same:
+            put(layer, codes)
+    return sum(map(len, layers.values()))
+
+
+@contextmanager
+def rounding(model: PreTrainedModel, format: str) -> Iterator[None]:
+    """Inside, plain products are torch's, with weights that are rounded to a format at each call: the reference for
+    `apply`, of which none is kept in memory."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers: list[Any] = [layer for layer in model.modules() if modules.weight_of(layer) is not None]
+
+    def product(layer: Any, own: str, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = rounded(layer.weight.detach(), own)
+        weight = represented(codes, scales, group_of(own, layer.in_features), own)
+        return F.linear(x.float(), weight, None if layer.bias is None else layer.bias.float()).to(x.dtype)
+
+    for layer in layers:
+        layer.__dict__["forward"] = partial(product, layer, of_head(format) if layer is head else format)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
 
 
 def put(layer: Any, codes: Codes) -> None:
@@ -225,6 +275,12 @@ def weight_in(layer: Any) -> Any:
     """A layer's weight, rebuilt from codes if necessary; None if it has none."""
     codes: Codes | None = layer.__dict__.get(_CODES)
     return codes.weight() if codes is not None else getattr(layer, "weight", None)
+
+
+def bytes_in(model: nn.Module) -> int:
+    """Bytes of the weights below `model`, those of codes in the place of what they replace."""
+    plain = sum(each.nbytes for each in model.parameters() if not is_nothing(each))
+    return plain + sum(codes.nbytes for codes in codes_in(model))
 
 
 def codes_in(model: nn.Module) -> Iterator[Codes]:

@@ -5,21 +5,17 @@ load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import xxhash
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
@@ -30,23 +26,19 @@ from engine.loading import (
     checkpoint,
     cut_check,
     lora_attachment,
-    part_loader,
+    module_loader,
     quantized_checkpoint,
     self_check,
 )
 from engine.loading.attention_probe import Learnt
 from engine.loading.cut_check import Whole
-from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
-from engine.parallel.weight_cut import cut
+from engine.parallel.weight_cut import Cut
 from engine.runner import recurrences, traced_forward
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
-
-# What transformers raises for a config that it does not take; the last one has its reason as the cause.
-BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError)
 
 log = logging.getLogger(__name__)
 
@@ -84,30 +76,37 @@ def load_model(
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
+    format = _format(weights, dtype, device, packer)
+    packed, whole, own = None, None, None
     if group is None:
-        module, packed, whole = *_load_module(folder, files, config, dtype), None
+        module, packed = module_loader.load_whole(folder, files, config, dtype)
     else:
-        module, packed, whole = _load_part(folder, files, config, dtype, group, say)
+        module, own, whole = module_loader.load_part(folder, files, config, dtype, group, format, say)
     say(f"{config.model_type} loaded from {folder}")
     if method is not None:
         say(quantized_checkpoint.adopt(module, packer, packed))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
+    if own is not None and format is not None:  # the whole model that it is compared with has rounded weights, too
+        say(_quantise(module, format, packer, own))
     learnt = _learn(module, group, whole, say, bool(adapters or later_rank), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
-        fingerprint=fingerprint,
+        fingerprint=f"{fingerprint}-{format}" if format else fingerprint,
         dtype=dtype,
         device=device,
         block_size=block_size,
         kernels=served_by,
         sum_order=_order(device, dtype, served_by, learnt, group),
         kv_dtype=kv_dtype,
+        weights=format or method or CHECKPOINT,
         group=group,
     )
     model = ModelRunner(module, learnt.calls, served)
-    model.weights, model.mixers, model.indexers = method or CHECKPOINT, learnt.mixers, learnt.indexers
-    _prepare(model, weights, cache, say, packer, cuda=device.type == "cuda" and kernels == "auto")
+    model.mixers, model.indexers = learnt.mixers, learnt.indexers
+    if format is not None and group is None:
+        say(_quantise(module, format, packer))
+    _prepare(model, cache, say, cuda=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     return _finished(model, whole, say)
@@ -128,7 +127,7 @@ def _finished(model: ModelRunner, whole: Whole | None, say: Callable[[str], None
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
-    _return_memory()
+    module_loader.return_memory()
     if model.group is None:
         return model
     say(f"as served, {cut_check.check_served(model, whole)}")
@@ -184,20 +183,9 @@ def _check_with_indexers(
             raise SettingsError(what, field=field, bound=f"{bound} for this model")
 
 
-def _prepare(
-    model: ModelRunner,
-    weights: str,
-    cache: WeightCache | None,
-    say: Callable[[str], None],
-    packer: Packer | None,
-    *,
-    cuda: bool,
-) -> None:
-    """Prepares weights in their format and operators (those of a GPU with `cuda`), and proves that they serve
-    exactly."""
+def _prepare(model: ModelRunner, cache: WeightCache | None, say: Callable[[str], None], *, cuda: bool) -> None:
+    """Prepares operators (those of a GPU with `cuda`), and proves that they serve exactly."""
     say(f"operators: {described(model.kernels, model.sum_order)}")
-    if weights != CHECKPOINT:
-        say(quantise(model, weights, packer))
     if model.group is not None:  # a rank cannot hold its part twice, so weights are packed after the checks
         modules.find_norms(model.module)
         say(f"self-check passed: {self_check.check(model)}")
@@ -212,21 +200,11 @@ def _prepare(
     say(f"self-check passed: {self_check.check(model)}")
 
 
-def _return_memory() -> None:
-    """Returns freed memory to the system. Memory that loading and checking freed, as much as the model's size, stays in
-    glibc's heap until glibc is asked; likewise torch's reserved GPU memory, which the KV pool would lack."""
-    if torch.cuda.is_available():  # not yet run on a GPU
-        torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _checked_config(
     folder: Path, max_model_len: int | None, weights: str, group: RankGroup | None
 ) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and the quantisation method, if any."""
-    config = read_config(folder)
+    config = module_loader.read_config(folder)
     max_len = max_length(config, max_model_len)
     check_positions(config, max_len)
     method = quantized_checkpoint.check(config)
@@ -250,151 +228,29 @@ def _packer(device: torch.device, served_by: str) -> Packer | None:
     return Packer(partial(codes.packed, device=device), zeros=True)
 
 
-def quantise(model: ModelRunner, format: str, packer: Packer | None) -> str:
-    """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory.
-
-    The fingerprint changes with it, because other weights give other KV.
-    """
-    if format == "bf16" and model.dtype == torch.bfloat16:
-        return "weights: bf16, as they are"
+def _format(weights: str, dtype: torch.dtype, device: torch.device, packer: Packer | None) -> str | None:
+    """The format to which products are rounded, None if they stay as they are. Raises SettingsError for one that is not
+    served here."""
+    if weights == CHECKPOINT or (weights == "bf16" and dtype == torch.bfloat16):
+        return None
     if packer is None:
         raise SettingsError(
-            f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
+            f"weights = {weights} needs the compiled operators, which serve on CPU when they have been built"
             " (`python -m engine.kernels.build`), or Triton on CUDA",
             field="weights",
             bound=CHECKPOINT,
         )
-    if format == "bf16" and model.device.type == "cuda":
+    if weights == "bf16" and device.type == "cuda":
         raise SettingsError(
             "weights = bf16 is not served on CUDA; set dtype", field="weights", bound="dtype = bfloat16"
         )
-    before = model.weight_bytes
-    count = weight_quantization.apply(model.module, format, packer)
-    model.weights, model.fingerprint = format, f"{model.fingerprint}-{format}"
-    return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
+    return weights
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Raises CheckpointRefused if transformers cannot read it."""
-    try:
-        with _quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            config.return_dict = config.get_text_config().return_dict = True  # what is read of a forward has names
-            return config
-    except BAD_CONFIG as error:
-        reason = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().split("\n")[0]
-        raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
-
-
-def _load_module(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Weights | None]:
-    packed = quantized_checkpoint.read(files, config)
-    with _loading(folder, config):
-        options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
-        if packed is None:
-            auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
-            module, report = auto.from_pretrained(
-                folder, config=config, trust_remote_code=False, use_safetensors=True, **options
-            )
-        else:
-            shapes: Any = _shapes(config, dtype)
-            module, report = type(shapes).from_pretrained(
-                None, config=shapes.config, state_dict=packed.tensors, **options
-            )
-            _add_generation(module, folder)
-    _check_report(folder, files, module, report, packed)
-    return module.eval(), packed
-
-
-def _load_part(
-    folder: Path,
-    files: list[Path],
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    group: RankGroup,
-    say: Callable[[str], None],
-) -> tuple[PreTrainedModel, None, Whole | None]:
-    """The part of one rank, which meets the others in its forward; no packed weights; and the logits of the whole model
-    on rank 0."""
-    expected: Whole | None = None
-    with _loading(folder, config):
-        shapes = _shapes(config, dtype)
-        own = cut(shapes, group)
-        weights = part_loader.WeightFiles(files, shapes)
-        if weights.strange is None:
-            module, report = part_loader.load(shapes, weights, own, dtype)
-            _add_generation(module, folder)
-            _check_report(folder, files, module, report, None)
-            if group.rank == 0:
-                with part_loader.streamed(shapes, weights, module) as streamed:
-                    expected = cut_check.whole(streamed)
-    if weights.strange is not None:
-        say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
-        with group.in_turn():  # only one rank holds the whole model at a time
-            module, _ = _load_module(folder, files, config, dtype)
-            expected = cut_check.whole(module) if group.rank == 0 else None
-            own.take(module)
-            _return_memory()
-    own.attach(module)
-    served: Any = module
-    left, all_of_it = (sum(each.numel() for each in model.parameters()) / 1e6 for model in (module, shapes))
-    say(f"rank {group.rank} of {group.size} has {left:.1f} of {all_of_it:.1f} million parameters")
-    return served.eval(), None, expected
-
-
-def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights. transformers' factory accepts no tensors, but the class that it finds does."""
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        made: Any = auto.from_config(config, trust_remote_code=False, dtype=dtype, attn_implementation="eager")
-    model: PreTrainedModel = made.eval()
-    return model
-
-
-def _add_generation(module: PreTrainedModel, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-@contextmanager
-def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
-    """Turns errors of transformers into CheckpointRefused."""
-    if config.is_encoder_decoder:
-        raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
-    try:
-        with _quiet():
-            yield
-    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
-
-
-def _check_report(
-    folder: Path, files: list[Path], module: PreTrainedModel, report: dict[str, Any], packed: Weights | None
-) -> None:
-    """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
-    for problem in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, report.get(problem) or ())):
-            raise CheckpointRefused(
-                f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
-            )
-    unexpected = sorted(map(str, report.get("unexpected_keys") or ()))
-    quantized_checkpoint.check_keys(unexpected, packed)
-    if packed is None:
-        checkpoint.check_biases(files, module, unexpected)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and warnings off the terminal while loading; errors still appear."""
-    noise: Any = transformers_logging  # not typed
-    verbosity, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
-    noise.set_verbosity_error()
-    noise.disable_progress_bar()
-    try:
-        yield
-    finally:
-        noise.set_verbosity(verbosity)
-        if bars:
-            noise.enable_progress_bar()
+def _quantise(module: PreTrainedModel, format: str, packer: Packer | None, own: Cut | None = None) -> str:
+    """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory. `own`:
+    of a rank's part, whose codes become those of the whole model."""
+    before = weight_quantization.bytes_in(module)
+    count = weight_quantization.apply(module, format, packer, own.largest_of if own else lambda _: None)
+    after = weight_quantization.bytes_in(module)
+    return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {after / 2**20:.0f}"

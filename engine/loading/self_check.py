@@ -340,7 +340,7 @@ def _widened(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -
     """The forward of a module with its weights of `dtype` in float32."""
     narrow = dict(module._parameters)
     for name, each in narrow.items():
-        if each is not None and each.dtype == dtype:
+        if each is not None and each.dtype == dtype and not weight_quantization.is_nothing(each):
             module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
     try:
         return type(module).forward(module, *args, **kwargs)

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.core.weight_formats import GROUP
 from engine.kv.kv_cache_spec import HeldHeads
-from engine.parallel.rank_group import RankGroup
+from engine.parallel.rank_group import AGREEMENT, RankGroup
 from engine.parallel.tp_plan import CUT, GATHERED, KNOWN, SPLIT, SUMMED
 from tandem.errors import CheckpointRefused
 
@@ -69,6 +70,31 @@ class Cut:
             module._parameters[own] = taken[id(whole)]
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # an index into the whole table, used for gradients only
+
+    def check_groups(self, model: PreTrainedModel, format: str) -> None:
+        """Raises CheckpointRefused where this rank's columns would end within a group of a format that has groups."""
+        for name, part in self.parts.items():
+            path = name.rpartition(".")[0]
+            if format != "int4" or part.dim == 0 or type(model.get_submodule(path)) is not nn.Linear:
+                continue
+            if (columns := part.stretches[0][1]) % GROUP:
+                raise CheckpointRefused(
+                    f"{path} has {model.get_parameter(name).shape[1]} columns, {columns} for each of {self.group.size}"
+                    f" ranks, which do not end where a group of {GROUP} columns of {format} does; serve it by fewer"
+                    " ranks, or with weights = int8 or fp8"
+                )
+
+    def largest_of(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """For a product of which this rank has some columns: the largest of all ranks' numbers. All ranks ask for the
+        same products in the same order."""
+        part = self.parts.get(f"{name}.weight")
+        if part is None or part.dim == 0:
+            return None
+
+        def over_ranks(own: torch.Tensor) -> torch.Tensor:
+            return self.group.all_gather(own.flatten(), AGREEMENT).view(self.group.size, *own.shape).amax(0)
+
+        return over_ranks
 
     def attach(self, model: PreTrainedModel) -> None:
         """Makes a model that has this rank's part meet the others in its forward."""

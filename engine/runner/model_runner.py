@@ -51,6 +51,7 @@ class RunnerConfig:
     kernels: str = REFERENCE  # the level of the compiled operators that serve it, or "reference"
     sum_order: str = PLAIN  # processes with equal values compute equal bits (engine.kernels)
     kv_dtype: KvDtype = "auto"
+    weights: str = CHECKPOINT  # or the format that their products have
     group: RankGroup | None = None  # if this is one rank of several
 
 
@@ -76,7 +77,7 @@ class ModelRunner:
         self.kernels, self.sum_order = served.kernels, served.sum_order
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.only_panels = 0  # bytes of this rank's weights that exist only as packed copies
-        self.weights = CHECKPOINT  # or the format that their products have
+        self.weights = served.weights
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
         self.cuda_products = False  # Triton's products serve, on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
@@ -93,9 +94,7 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as served, of all ranks, without second copies that are packed for speed."""
-        own = sum(each.nbytes for each in self.module.parameters() if not weight_quantization.is_nothing(each))
-        own += sum(codes.nbytes for codes in weight_quantization.codes_in(self.module)) + self.only_panels
-        return own * self.size
+        return (weight_quantization.bytes_in(self.module) + self.only_panels) * self.size
 
     @property
     def step_bytes(self) -> int:

@@ -26,7 +26,7 @@ from engine.builder import build_engine
 from engine.engine import Engine
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache import KvCache
-from engine.loading import checkpoint, cut_check, model_loader, part_loader, self_check
+from engine.loading import checkpoint, cut_check, module_loader, part_loader, self_check
 from engine.loading.self_check import pack
 from engine.parallel import leader, rank_memory, rank_messages, weight_cut
 from engine.parallel.rank_group import RankGroup, group_memory
@@ -375,7 +375,7 @@ def test_no_row_of_a_part_is_the_padding_of_the_whole(tmp_path: Path) -> None:
     auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
     auto.from_config(config).save_pretrained(tmp_path)
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    shapes = model_loader._shapes(config, torch.float32)
+    shapes = module_loader._shapes(config, torch.float32)
     files = part_loader.WeightFiles(checkpoint.check_folder(tmp_path), shapes)
     group: Any = SimpleNamespace(rank=1, size=2)
     module: Any = part_loader.load(shapes, files, weight_cut.cut(shapes, group), torch.float32)[0]
@@ -393,11 +393,11 @@ def test_loading_takes_the_memory_of_a_part(
     if not by_parts:
         monkeypatch.setattr(part_loader.WeightFiles, "strange", "a parameter")
     group: Any = SimpleNamespace(rank=0, size=2, in_turn=nullcontext)
-    config = model_loader.read_config(large)
-    model_loader._return_memory()
+    config = module_loader.read_config(large)
+    module_loader.return_memory()
     with rank_memory.Loading() as loading:
-        module, _, expected = model_loader._load_part(
-            large, checkpoint.check_folder(large), config, dtype, group, lambda line: None
+        module, _, expected = module_loader.load_part(
+            large, checkpoint.check_folder(large), config, dtype, group, None, lambda line: None
         )
     memory = loading.memory()
     assert expected is not None

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import builder, kernels
 from engine.kernels import modules, weight_cache
-from engine.kernels.weight_cache import BODY, KEPT, PARTIAL, WeightCache, file_backed
-from engine.loading import model_loader, self_check
+from engine.kernels.weight_cache import BODY, KEPT, PARTIAL, WeightCache, cache_of, file_backed
+from engine.loading import module_loader, self_check
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner
@@ -430,7 +430,7 @@ def freed(told: Connection) -> None:
     last = pieces.pop()  # holds the end of the heap
     del pieces
     before = process.memory_info().rss
-    model_loader._return_memory()
+    module_loader.return_memory()
     told.send((before - process.memory_info().rss) >> 20)
     del last
 
@@ -462,9 +462,9 @@ def test_mapped_weights_are_not_free_memory(tmp_path: Path) -> None:
 
 def test_the_setting_says_where(tmp_path: Path) -> None:
     """A folder, the user's cache folder, or nowhere."""
-    assert builder._cache(Settings(model="m", weight_cache="off")) is None
-    named = builder._cache(Settings(model="m", weight_cache=str(tmp_path), weight_cache_gib=0.5))
+    assert cache_of("off", 1.0) is None
+    named = cache_of(str(tmp_path), 0.5)
     assert named == WeightCache(tmp_path, 1 << 29)
-    standard = builder._cache(Settings(model="m"))
+    standard = cache_of("auto", Settings(model="m").weight_cache_gib)
     assert standard is not None
     assert standard.folder == Path(os.environ["XDG_CACHE_HOME"]) / "tandem" / "weights"

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"cli", "tandem", "cluster.local_cluster", "planner"},
     "planner": {
         *("planner", "engine.core.packing_scheme", "engine.core.weight_formats", "engine.core.kv_layout"),
-        *("engine.loading.model_loader", "engine.parallel.tp_plan", "tandem.checkpoint", "tandem.errors"),
+        *("engine.loading.module_loader", "engine.parallel.tp_plan", "tandem.checkpoint", "tandem.errors"),
     },
     "tandem": {"tandem"},
     "tandem.__main__": {"cli.main"},  # `python -m tandem` is the `tandem` command

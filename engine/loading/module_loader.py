@@ -1,0 +1,174 @@
+"""Reads a checkpoint's files as transformers' module: whole, or one rank's part of it. What it serves is decided later
+(engine/loading/model_loader.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.kernels import weight_quantization
+from engine.loading import checkpoint, cut_check, part_loader, quantized_checkpoint
+from engine.loading.cut_check import Whole
+from engine.loading.gptq_awq_fp8 import Weights
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.weight_cut import Cut, cut
+from tandem.errors import CheckpointRefused
+
+# What transformers raises for a config that it does not take; the last one has its reason as the cause.
+BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError)
+
+log = logging.getLogger(__name__)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises CheckpointRefused if transformers cannot read it."""
+    try:
+        with _quiet():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config.return_dict = config.get_text_config().return_dict = True  # what is read of a forward has names
+            return config
+    except BAD_CONFIG as error:
+        reason = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+
+
+def load_whole(
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Weights | None]:
+    packed = quantized_checkpoint.read(files, config)
+    with _loading(folder, config):
+        options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+        if packed is None:
+            auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+            module, report = auto.from_pretrained(
+                folder, config=config, trust_remote_code=False, use_safetensors=True, **options
+            )
+        else:
+            shapes: Any = _shapes(config, dtype)
+            module, report = type(shapes).from_pretrained(
+                None, config=shapes.config, state_dict=packed.tensors, **options
+            )
+            _add_generation(module, folder)
+    _check_report(folder, files, module, report, packed)
+    return module.eval(), packed
+
+
+def load_part(
+    folder: Path,
+    files: list[Path],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    group: RankGroup,
+    format: str | None,
+    say: Callable[[str], None],
+) -> tuple[PreTrainedModel, Cut, Whole | None]:
+    """The part of one rank, which meets the others in its forward; its cut; and the logits of the whole model on rank
+    0, with products in `format`, to which the caller rounds the part."""
+    expected: Whole | None = None
+
+    def whole(model: PreTrainedModel) -> Whole:
+        with weight_quantization.rounding(model, format) if format else nullcontext():
+            return cut_check.whole(model)
+
+    with _loading(folder, config):
+        shapes = _shapes(config, dtype)
+        own = cut(shapes, group)
+        if format:
+            own.check_groups(shapes, format)
+        weights = part_loader.WeightFiles(files, shapes)
+        if weights.strange is None:
+            module, report = part_loader.load(shapes, weights, own, dtype)
+            _add_generation(module, folder)
+            _check_report(folder, files, module, report, None)
+            if group.rank == 0:
+                with part_loader.streamed(shapes, weights, module) as streamed:
+                    expected = whole(streamed)
+    if weights.strange is not None:
+        say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
+        with group.in_turn():  # only one rank holds the whole model at a time
+            module, _ = load_whole(folder, files, config, dtype)
+            expected = whole(module) if group.rank == 0 else None
+            own.take(module)
+            return_memory()
+    own.attach(module)
+    served: Any = module
+    left, all_of_it = (sum(each.numel() for each in model.parameters()) / 1e6 for model in (module, shapes))
+    say(f"rank {group.rank} of {group.size} has {left:.1f} of {all_of_it:.1f} million parameters")
+    return served.eval(), own, expected
+
+
+def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights. transformers' factory accepts no tensors, but the class that it finds does."""
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        made: Any = auto.from_config(config, trust_remote_code=False, dtype=dtype, attn_implementation="eager")
+    model: PreTrainedModel = made.eval()
+    return model
+
+
+def _add_generation(module: PreTrainedModel, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def return_memory() -> None:
+    """Returns freed memory to the system. Memory that loading and checking freed, as much as the model's size, stays in
+    glibc's heap until glibc is asked; likewise torch's reserved GPU memory, which the KV pool would lack."""
+    if torch.cuda.is_available():  # not yet run on a GPU
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
+    """Turns errors of transformers into CheckpointRefused."""
+    if config.is_encoder_decoder:
+        raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
+    try:
+        with _quiet():
+            yield
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
+
+
+def _check_report(
+    folder: Path, files: list[Path], module: PreTrainedModel, report: dict[str, Any], packed: Weights | None
+) -> None:
+    """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
+    for problem in ("missing_keys", "mismatched_keys"):
+        names = sorted(map(str, report.get(problem) or ()))
+        if names:
+            raise CheckpointRefused(
+                f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
+            )
+    unexpected = sorted(map(str, report.get("unexpected_keys") or ()))
+    quantized_checkpoint.check_keys(unexpected, packed)
+    if packed is None:
+        checkpoint.check_biases(files, module, unexpected)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and warnings off the terminal while loading; errors still appear."""
+    noise: Any = transformers_logging  # not typed
+    verbosity, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
+    noise.set_verbosity_error()
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.set_verbosity(verbosity)
+        if bars:
+            noise.enable_progress_bar()
