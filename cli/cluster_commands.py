@@ -193,21 +193,26 @@ def plan(
         shape = read_shape(model)
         if weights not in (formats := (CHECKPOINT, *shape.quantised)):
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
-        if weights != CHECKPOINT and (tp > 1 or device_memory is not None):
-            raise SettingsError("several ranks do not serve quantised weights", field="weights", bound=CHECKPOINT)
         if device_memory is not None:
             from planner.ranks import fits
 
             each = int(device_memory * 2**30)
             found = fits(
-                shape, model, each, utilization=utilization, dtype=dtype, block_size=block_size, kv_dtype=kv_dtype
+                shape,
+                model,
+                each,
+                utilization=utilization,
+                dtype=dtype,
+                weights=weights,
+                block_size=block_size,
+                kv_dtype=kv_dtype,
             )
             _show_ranks(found, each, output)
             return
         if tp > 1:
             from planner.ranks import of_ranks
 
-            shape = of_ranks(shape, model, tp)
+            shape = of_ranks(shape, model, tp, weights)
         longest = shape.context or LONGEST_SHOWN
         lengths = {min(length, longest) for length in (512, 2048, 8192, 32768, longest)}
         plan = capacity(

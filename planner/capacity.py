@@ -26,6 +26,7 @@ from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
 from planner import kv_calls, packed, recurrent
 from planner.kv_calls import Call, first
+from planner.packed import Codings, Shapes
 from planner.recurrent import NONE, States
 from tandem.checkpoint import read_json, weight_files
 from tandem.errors import CheckpointRefused, SettingsError
@@ -57,8 +58,7 @@ class Shape:
     ready: bool = False  # quantised in the checkpoint
     coded: int | None = None  # bytes of the quantised products; None if its files do not tell
     ranks: int = 1  # of one worker
-    rank_parameters: int = 0  # of each, where there are several
-    rank_calls: tuple[Call, ...] = ()  # of each, likewise
+    rank: Shape | None = None  # what each has, where there are several
     states: States = NONE  # of recurrent layers
     index_dims: tuple[int, ...] = ()  # elements of a key of each sparse indexer
 
@@ -85,8 +85,8 @@ class Shape:
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
         """Of one worker, all of its ranks together."""
-        if self.ranks > 1:
-            return self.ranks * self.rank_parameters * DTYPE_BYTES[dtype]
+        if self.rank is not None:
+            return self.ranks * self.rank.weight_bytes(dtype, weights)
         if self.ready and self.coded is None:
             return self.stored_bytes
         if self.coded is not None:
@@ -119,15 +119,8 @@ def read_shape(folder: Path) -> Shape:
     config = config.get("text_config") or config
     kinds = config.get("layers_block_type")  # some name nothing else
     layers = len(kinds) if kinds else first(config, "num_hidden_layers", "n_layer", "n_layers")
-    shapes, stored = _weights(folder)
+    shapes, stored, codings = tensors(folder, asked)
     states, attend = recurrent.read(shapes, config)
-    products, coded = _products(shapes), None
-    if asked.get("quant_method") in METHODS:
-        try:
-            shapes, of_codes = packed.unpacked(shapes, asked)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
-        products, coded = {name: shapes[name] for name in of_codes}, sum(of_codes.values())
     index_dims = tuple(shape[0] for name, shape in shapes.items() if name.endswith(_INDEX_KEYS))
     calls, why = kv_calls.read(shapes, config, attend, len(attend) if states.convolutions else layers)
     why += f", and {len(index_dims)} sparse indexers with a key of {index_dims[0]}" if index_dims else ""
@@ -136,16 +129,24 @@ def read_shape(folder: Path) -> Shape:
         layers=layers,
         calls=calls,
         context=_context(config, required=bool(calls)),
-        parameters=sum(map(math.prod, shapes.values())),
+        **sizes(shapes, codings, ready=bool(asked)),
         stored_bytes=stored,
         why=why,
-        products=sum(map(math.prod, products.values())),
-        quantised={} if asked else {format: _quantised(shapes, format) for format in BITS},
         ready=bool(asked),
-        coded=coded,
         states=states,
         index_dims=index_dims,
     )
+
+
+def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool) -> dict[str, Any]:
+    """The fields of a Shape that count parameters and bytes, for a model or a part of one."""
+    products = product_shapes(shapes) if codings is None else {name: shapes[name] for name in codings}
+    return {
+        "parameters": sum(map(math.prod, shapes.values())),
+        "products": sum(map(math.prod, products.values())),
+        "quantised": {} if ready else {format: _quantised(shapes, format) for format in BITS},
+        "coded": None if codings is None else packed.coded_bytes(shapes, codings),
+    }
 
 
 def capacity(
@@ -205,9 +206,17 @@ def format_name(dtype: str, weights: str) -> str:
     return dtype if weights == CHECKPOINT else f"{weights}, the rest {dtype}"
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the parameters in the files. Raises CheckpointRefused if they cannot be read."""
-    return _weights(folder)[0]
+def tensors(folder: Path, asked: dict[str, Any]) -> tuple[Shapes, int, Codings | None]:
+    """The shapes of the parameters, their stored bytes, and which of them are served over codes, where the checkpoint is
+    quantised as `asked`; None if its files do not tell. Raises CheckpointRefused if they cannot be read."""
+    shapes, stored = _weights(folder)
+    if asked.get("quant_method") not in METHODS:
+        return shapes, stored, None
+    try:
+        plain, codings = packed.unpacked(shapes, asked)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
+    return plain, stored, codings
 
 
 def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
@@ -226,7 +235,7 @@ def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     return shapes, stored
 
 
-def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def product_shapes(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The plain matrices that a token is multiplied with, recognised by name."""
     others = (*_LOOKED_UP, *_ROUTERS)
     return {
@@ -239,7 +248,7 @@ def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
     """Bytes of the products in a format. A head that is tied to the embedding becomes a separate matrix."""
     total = 0
-    products = _products(shapes)
+    products = product_shapes(shapes)
     for name, (n, k) in products.items():
         if any(part in name for part in _TURNED):
             n, k = k, n

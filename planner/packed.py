@@ -15,13 +15,14 @@ from engine.core.weight_formats import of_integers, weight_bytes
 
 _FUSED = ".experts."  # of a mixture: in one tensor, without codes
 Shapes = dict[str, tuple[int, ...]]
+Codings = dict[str, tuple[str, int]]  # weights that are served over codes: their format, and columns with one scale
 
 
-def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, int]]:
-    """The shapes of the plain checkpoint, and the bytes of those weights that are served over codes. Raises
-    CheckpointRefused for a scheme that the engine refuses."""
+def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, Codings]:
+    """The shapes of the plain checkpoint, and which weights are served over codes. Raises CheckpointRefused for a
+    scheme that the engine refuses."""
     scheme = scheme_of(asked)
-    plain, coded = dict(shapes), {}
+    plain, coded = dict(shapes), Codings()
     format: str | None
     for name, shape in shapes.items():
         if scheme.method == FP8 and f"{name}_scale_inv" in shapes:
@@ -42,8 +43,13 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, i
         plain[f"{layer}.weight"] = (n, k)
         group = group if 0 < group < k else k + k % 2
         if format is not None and group % 2 == 0 and _FUSED not in name:
-            coded[f"{layer}.weight"] = weight_bytes(n, k, format, group)
+            coded[f"{layer}.weight"] = format, group
     return plain, coded
+
+
+def coded_bytes(shapes: Shapes, codings: Codings) -> int:
+    """Bytes of the weights that are served over codes, by their shapes in `shapes`."""
+    return sum(weight_bytes(shapes[name][0], shapes[name][1], *coding) for name, coding in codings.items())
 
 
 def _of_recipe(recipe: str) -> str | None:

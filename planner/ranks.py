@@ -6,13 +6,15 @@ projections. KV heads that are fewer than ranks are on several of them. The page
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.capacity import Shape, capacity, tensor_shapes
+from engine.core.weight_formats import GROUP
+from planner.capacity import CHECKPOINT, Shape, capacity, product_shapes, sizes, tensors
 from planner.kv_calls import of_module
+from planner.packed import Codings, Shapes
+from tandem.checkpoint import read_json
 from tandem.errors import CheckpointRefused, SettingsError
 
 PREFIXES = ("model.", "transformer.", "language_model.")  # of the base model in the names of a checkpoint
@@ -22,11 +24,9 @@ RANKS = (1, 2, 4, 8, 16)
 TABLES = ("embed_tokens.weight", "wte.weight")
 
 
-def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
-    """The same model, served by `ranks` ranks. Raises CheckpointRefused with the reason if it cannot be cut for them,
-    SettingsError for a checkpoint that is quantised."""
-    if shape.ready:
-        raise SettingsError("a quantised checkpoint is not served by several ranks", field="tp", bound="1")
+def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) -> Shape:
+    """The same model, served by `ranks` ranks with products in the format `weights`. Raises CheckpointRefused with the
+    reason if it cannot be cut for them."""
     from engine.loading.module_loader import read_config  # imports transformers and torch: only if it is asked for
     from engine.parallel.tp_plan import CUT, check_plan
 
@@ -34,23 +34,34 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
     check_plan(config, ranks)
     text = config.get_text_config()
     plan, about = text.base_model_tp_plan or {}, text.to_dict()
-    shapes = tensor_shapes(folder)
+    shapes, _, codings = tensors(folder, read_json(folder / "config.json").get("quantization_config") or {})
+    if shape.ready and codings is None:
+        raise CheckpointRefused("a checkpoint that is quantised by another method is not served by several ranks")
 
     def kv_heads(module: str) -> int:
         return of_module(module, shapes, about)[0]
 
-    own = sum(
-        math.prod(size) // _parts(name, plan, CUT, ranks, kv_heads)
-        for name, size in shapes.items()
-        if not name.startswith(HEAD) and not name.endswith(TABLES)
-    )
-    for vocab, width in (size for name, size in shapes.items() if _by_tokens(name)):
-        own += vocab * width // (1 if vocab % ranks else ranks)
+    own = {name: _part(name, size, _cut_of(name, plan, CUT), ranks, kv_heads) for name, size in shapes.items()}
+    if weights == "int4":
+        _check_groups(shapes, own, dict.fromkeys(product_shapes(shapes), (weights, GROUP)), ranks)
+    _check_groups(shapes, own, codings or {}, ranks)
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
     if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
         raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
     calls = tuple((max(1, heads // ranks) if cut else heads, k_dim, v_dim) for heads, k_dim, v_dim in shape.calls)
-    return replace(shape, ranks=ranks, rank_parameters=own, rank_calls=calls)
+    rank = replace(shape, calls=calls, **sizes(own, codings, ready=shape.ready))
+    return replace(shape, ranks=ranks, rank=rank)
+
+
+def _check_groups(whole: Shapes, own: Shapes, codings: Codings, ranks: int) -> None:
+    """Raises CheckpointRefused where a rank's columns end within a group that shares a scale, as the engine does."""
+    for name, (_, group) in codings.items():
+        columns, of_all = own[name][1], whole[name][1]
+        if columns < of_all and group < of_all and columns % group:
+            raise CheckpointRefused(
+                f"{name} has {of_all} columns, {columns} for each of {ranks} ranks, which do not end where a group of"
+                f" {group} does"
+            )
 
 
 def _by_tokens(name: str) -> bool:
@@ -58,21 +69,37 @@ def _by_tokens(name: str) -> bool:
     return name.endswith(TABLES) or name == f"{HEAD}.weight"
 
 
-def _parts(name: str, plan: dict[str, str], cut: frozenset[str], ranks: int, kv_heads: Callable[[str], int]) -> int:
-    """Of how many parts a rank has one. `kv_heads`: of an attention module; layers may differ."""
-    module = name.removesuffix(".weight").removesuffix(".bias")
-    for prefix in PREFIXES:
-        module = module.removeprefix(prefix)
+def _cut_of(name: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
+    """The style by which the plan cuts a tensor of the files."""
+    module = _module(name)
     pattern = ".".join("*" if part.isdigit() else part for part in module.split("."))
     style = plan.get(pattern)
     if ".experts." in pattern and style is None:  # each on its own in the files, all in one tensor in the model
         whole = pattern.partition(".experts.")[0] + ".experts"
         style = next((plan[key] for key in plan if key.startswith(f"{whole}.") and plan[key] in cut), None)
-    if style not in cut or (name.endswith(".bias") and style.startswith("rowwise")):
-        return 1
-    if module.endswith(KV) and style == "colwise":
-        return min(ranks, kv_heads(name.rpartition(".")[0].rpartition(".")[0]))
-    return ranks
+    return style if style in cut else None
+
+
+def _module(name: str) -> str:
+    """The module of a tensor of the files, as plans name it."""
+    module = name.removesuffix(".weight").removesuffix(".bias")
+    for prefix in PREFIXES:
+        module = module.removeprefix(prefix)
+    return module
+
+
+def _part(
+    name: str, size: tuple[int, ...], style: str | None, ranks: int, kv_heads: Callable[[str], int]
+) -> tuple[int, ...]:
+    """What a rank has of a tensor of the files. `kv_heads`: of an attention module; layers may differ."""
+    if _by_tokens(name):
+        return (size[0] if size[0] % ranks else size[0] // ranks, *size[1:])
+    if style is None or (name.endswith(".bias") and style.startswith("rowwise")):
+        return size
+    if _module(name).endswith(KV) and style == "colwise":
+        ranks = min(ranks, kv_heads(name.rpartition(".")[0].rpartition(".")[0]))
+    at = len(size) - (1 if "rowwise" in style or len(size) == 1 else 2)
+    return (*size[:at], size[at] // ranks, *size[at + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +115,27 @@ class Fit:
 
 
 def fits(
-    shape: Shape, folder: Path, memory: int, *, utilization: float, dtype: str, block_size: int, kv_dtype: str
+    shape: Shape,
+    folder: Path,
+    memory: int,
+    *,
+    utilization: float,
+    dtype: str,
+    weights: str = CHECKPOINT,
+    block_size: int,
+    kv_dtype: str,
 ) -> list[Fit]:
     """Of each number in RANKS, where a device has `memory` bytes."""
     found: list[Fit] = []
     for ranks in RANKS:
         try:
-            part = of_one_rank(of_ranks(shape, folder, ranks)) if ranks > 1 else shape
+            part = of_one_rank(of_ranks(shape, folder, ranks, weights)) if ranks > 1 else shape
             left = capacity(
                 part,
                 memory=memory,
                 utilization=utilization,
                 dtype=dtype,
+                weights=weights,
                 block_size=block_size,
                 kv_dtype=kv_dtype,
                 contexts=(),
@@ -114,5 +150,5 @@ def fits(
 
 
 def of_one_rank(shape: Shape) -> Shape:
-    """What one of a worker's ranks has: its parameters, and K and V of its heads."""
-    return replace(shape, calls=shape.rank_calls, parameters=shape.rank_parameters, ranks=1)
+    """What one of a worker's ranks has: its weights, and K and V of its heads."""
+    return shape.rank or shape

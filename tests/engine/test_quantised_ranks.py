@@ -17,6 +17,8 @@ from engine.kernels import weight_quantization
 from engine.loading import part_loader
 from engine.parallel import weight_cut
 from loadtest.harness.random_checkpoints import make_checkpoint
+from planner.capacity import read_shape
+from planner.ranks import of_ranks
 from tandem.errors import CheckpointRefused
 from tests.engine.conftest import two_layers
 from tests.engine.test_ranks import CUTS, engine_of, follow, greedy, random_biases
@@ -59,18 +61,20 @@ WHOLE_GROUPS: dict[str, Any] = {"intermediate_size": 128}  # 64 columns for each
 )
 def test_ranks_with_rounded_weights_give_the_tokens_of_transformers(cut: str, format: str, tmp_path: Path) -> None:
     """Over the weights that the codes of one rank represent, in float32, whatever is cut: a rank has its part of these
-    codes, bit for bit."""
+    codes, bit for bit. The planner knows their bytes."""
     shape, changes, ranks = CUTS[cut]
     changes = {**two_layers(shape), **changes, **(WHOLE_GROUPS if format == "int4" else {})}
     base = make_checkpoint(tmp_path / "base", shape, dtype="float32", **changes)
     if cut == "biases":
         random_biases(base)
     reference = rounded(base, tmp_path / "rounded", format)
+    planned = of_ranks(read_shape(base), base, ranks, format)
     with engine_of(base, ranks, weights=format) as (engine, _):
         answers = greedy(engine)
         assert follow(reference, answers)
         assert engine.model.recorded is not None or engine.model.latent
         assert engine.model.weights == format
+        assert planned.weight_bytes("float32", format) == pytest.approx(engine.model.weight_bytes, rel=1e-3)
         parts = parts_of(reference, ranks)
         for name, weight in codes_of(engine.model.module).items():
             assert torch.equal(weight, parts[name]), name
@@ -87,9 +91,11 @@ def parts_of(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 def test_groups_that_ranks_would_break_are_refused(tmp_path: Path) -> None:
     """Where a rank's columns end within a group of int4, of which it could not know the scale: with the product and the
-    numbers, before a weight is read."""
+    numbers, before a weight is read, by a worker and by the planner."""
     make_checkpoint(tmp_path, "tiny-llama", dtype="float32")
-    why = "model.layers.0.mlp.down_proj has 96 columns, 48 for each of 2 ranks"
+    why = r"model.layers.0.mlp.down_proj\S* has 96 columns, 48 for each of 2 ranks"
+    with pytest.raises(CheckpointRefused, match=why):
+        of_ranks(read_shape(tmp_path), tmp_path, 2, "int4")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointRefused, match=why):
         patch.setattr(part_loader, "load", lambda *_: pytest.fail("weights were read"))
         with engine_of(tmp_path, 2, weights="int4"):
