@@ -207,8 +207,8 @@ def format_name(dtype: str, weights: str) -> str:
 
 
 def tensors(folder: Path, asked: dict[str, Any]) -> tuple[Shapes, int, Codings | None]:
-    """The shapes of the parameters, their stored bytes, and which of them are served over codes, where the checkpoint is
-    quantised as `asked`; None if its files do not tell. Raises CheckpointRefused if they cannot be read."""
+    """The shapes of the parameters and their stored bytes; and of a checkpoint that is quantised as `asked`, which of
+    them are served over codes; None if its files do not tell. Raises CheckpointRefused if they cannot be read."""
     shapes, stored = _weights(folder)
     if asked.get("quant_method") not in METHODS:
         return shapes, stored, None

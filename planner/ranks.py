@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.core.weight_formats import GROUP
+from engine.core.packing_scheme import Scheme, scheme_of
+from engine.core.weight_formats import GROUP, group_of_part
 from planner.capacity import CHECKPOINT, Shape, capacity, product_shapes, sizes, tensors
 from planner.kv_calls import of_module
 from planner.packed import Codings, Shapes
@@ -34,7 +35,8 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     check_plan(config, ranks)
     text = config.get_text_config()
     plan, about = text.base_model_tp_plan or {}, text.to_dict()
-    shapes, _, codings = tensors(folder, read_json(folder / "config.json").get("quantization_config") or {})
+    asked = read_json(folder / "config.json").get("quantization_config") or {}
+    shapes, _, codings = tensors(folder, asked)
     if shape.ready and codings is None:
         raise CheckpointRefused("a checkpoint that is quantised by another method is not served by several ranks")
 
@@ -43,8 +45,9 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
 
     own = {name: _part(name, size, _cut_of(name, plan, CUT), ranks, kv_heads) for name, size in shapes.items()}
     if weights == "int4":
-        _check_groups(shapes, own, dict.fromkeys(product_shapes(shapes), (weights, GROUP)), ranks)
-    _check_groups(shapes, own, codings or {}, ranks)
+        _check_groups({name: (size[1], own[name][1]) for name, size in product_shapes(shapes).items()}, ranks)
+    if codings is not None:
+        codings = _of_part(codings, shapes, own, scheme_of(asked))
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
     if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
         raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
@@ -53,15 +56,30 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     return replace(shape, ranks=ranks, rank=rank)
 
 
-def _check_groups(whole: Shapes, own: Shapes, codings: Codings, ranks: int) -> None:
-    """Raises CheckpointRefused where a rank's columns end within a group that shares a scale, as the engine does."""
-    for name, (_, group) in codings.items():
-        columns, of_all = own[name][1], whole[name][1]
-        if columns < of_all and group < of_all and columns % group:
+def _check_groups(columns: dict[str, tuple[int, int]], ranks: int) -> None:
+    """Raises CheckpointRefused, as the engine does, where a rank's columns end within a group of int4. `columns` are
+    those of each product and of a rank's part."""
+    for name, (whole, own) in columns.items():
+        if own < whole and own % GROUP:
             raise CheckpointRefused(
-                f"{name} has {of_all} columns, {columns} for each of {ranks} ranks, which do not end where a group of"
-                f" {group} does"
+                f"{name} has {whole} columns, {own} for each of {ranks} ranks, which do not end where a group of"
+                f" {GROUP} columns of int4 does; plan fewer ranks, or --weights int8 or fp8"
             )
+
+
+def _of_part(codings: Codings, whole: Shapes, own: Shapes, scheme: Scheme) -> Codings:
+    """What of a quantised checkpoint is served over codes by a rank: where groups are broken, the engine has smaller
+    ones or dense weights."""
+    found = dict(codings)
+    for name, (format, group) in codings.items():
+        if (columns := own[name][1]) == (of_all := whole[name][1]):
+            continue
+        part = group_of_part(group, of_all, columns)
+        if part is None or (group < of_all and not scheme.ordered):
+            del found[name]
+        else:
+            found[name] = format, part
+    return found
 
 
 def _by_tokens(name: str) -> bool:

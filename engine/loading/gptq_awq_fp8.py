@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ import torch
 from safetensors import safe_open
 
 from engine.core.packing_scheme import AWQ, FP8, GPTQ, PARTS, TORCHAO, WORD, Scheme, refused
+from engine.core.weight_formats import group_of_part
 from engine.kernels import weight_quantization
+from engine.parallel.weight_cut import Part
 from tandem.errors import CheckpointRefused
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
@@ -41,20 +44,51 @@ TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8
 _KNOWN_DATA = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
 
 
+# (outputs, inputs) -> their integers, float32 `[n, k]`, also of fp8
+Stored = Callable[[slice, slice], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Product:
-    """A packed product. transformers uses it like a slice of a file, and reads its weight when it loads the layer."""
+    """A packed product, or a part of one. transformers uses it like a slice of a file, and reads its weight when it
+    loads the layer."""
 
     name: str
-    integers: Callable[[], torch.Tensor]  # float32 [n, k], also of fp8
+    stored: Stored
     zeros: torch.Tensor | None  # float32 [n, groups]
     scales: torch.Tensor  # float32 [n, groups]
     group_of: torch.Tensor  # [k]
     group: int
     fp8: bool = False
+    own: Part | None = None  # what it has of the product that is stored
 
     def __getitem__(self, _all: Any) -> torch.Tensor:
         return self.weight()
+
+    def get_shape(self) -> list[int]:
+        return [len(self.scales), len(self.group_of)]
+
+    def part(self, part: Part | None) -> Product:
+        """A rank's part of a whole product: some of its outputs, with their scales, or some of its inputs, with the
+        scales of their groups."""
+        if part is None:
+            return self
+        zeros, scales, group_of, group = self.zeros, self.scales, self.group_of, self.group
+        if part.dim == 0:
+            zeros, scales = zeros if zeros is None else part.of(zeros), part.of(scales)
+        else:
+            group_of = part.of(group_of.unsqueeze(0)).squeeze(0)
+            group = group_of_part(group, len(self.group_of), len(group_of)) or 1  # of which there are no codes
+        return replace(self, zeros=zeros, scales=scales, group_of=group_of, group=group, own=part)
+
+    def integers(self) -> torch.Tensor:
+        n, k = self.get_shape()
+        if self.own is None:
+            return self.stored(slice(0, n), slice(0, k))
+        pieces = [slice(first, first + count) for first, count in self.own.stretches]
+        if self.own.dim == 0:
+            return torch.cat([self.stored(rows, slice(0, k)) for rows in pieces])
+        return torch.cat([self.stored(slice(0, n), columns) for columns in pieces], 1)
 
     def units(self) -> torch.Tensor:
         """The weight in units of its scales: float32 `[n, k]`."""
@@ -71,18 +105,21 @@ class Product:
         k = units.shape[1]
         low, high = int(units.min().item()), int(units.max().item())
         format = "fp8" if self.fp8 else "int4" if low >= -8 and high <= 7 else "int8"
-        group = self.group if self.group < k else k + k % 2
         order = self.group_of.argsort(stable=True)
+        in_order = self.group_of[order]
+        group = self.group if self.group < k else k + k % 2
         if group % 2 == 1 or (format == "int8" and (low < -128 or high > 127)):
             return None
-        if not torch.equal(self.group_of[order], torch.arange(k) // group):
+        of_groups = in_order[::group]
+        if not torch.equal(of_groups.repeat_interleave(group)[:k], in_order):
             return None
+        scales = self.scales[:, of_groups]
         if packer.zeros and format == "int8" and (whole := self._half_bytes()) is not None:
             integers, zeros = whole
-            codes = packer.pack(integers[:, order], self.scales, group, "int4", zeros=zeros)
+            codes = packer.pack(integers[:, order], scales, group, "int4", zeros=zeros[:, of_groups])
         else:
             units = units[:, order]
-            codes = packer.pack(weight_quantization.codes_of(units, format), self.scales, group, format)
+            codes = packer.pack(weight_quantization.codes_of(units, format), scales, group, format)
         if not torch.equal(order, torch.arange(k)):
             codes = replace(codes, order=order)
         return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
@@ -174,11 +211,17 @@ def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
     if scheme.symmetric and (zeros != 2 ** (scheme.bits - 1)).any():
         raise refused(method, f"is declared symmetric, but the zeros of {name} are not in the middle")
 
-    def integers() -> torch.Tensor:
-        unpacked = _unpacked(qweight[...], scheme.bits, places)
-        return (unpacked.transpose(1, 2).flatten(0, 1) if method == GPTQ else unpacked.flatten(1)).T.float()
+    def stored(outputs: slice, inputs: slice) -> torch.Tensor:
+        packed, plain = (inputs, outputs) if method == GPTQ else (outputs, inputs)
+        first = packed.start // many
+        words, within = slice(first, -(-packed.stop // many)), slice(packed.start - first * many, None)
+        if method == GPTQ:
+            found = _unpacked(qweight[words, plain], scheme.bits, places).transpose(1, 2).flatten(0, 1)[within]
+            return found[: packed.stop - packed.start].T.float()
+        found = _unpacked(qweight[plain, words], scheme.bits, places).flatten(1)[:, within]
+        return found[:, : packed.stop - packed.start].T.float()
 
-    return Product(name, integers, zeros.T.float().contiguous(), scales[...].float().T.contiguous(), group_of, group)
+    return Product(name, stored, zeros.T.float().contiguous(), scales[...].float().T.contiguous(), group_of, group)
 
 
 def _unpacked(words: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
@@ -202,7 +245,7 @@ def _blocks(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product],
         _check(FP8, name, scales, (-(-n // high), -(-k // wide)), (*FLOATS, "F8_E8M0"))
         products[name.removesuffix(".weight")] = Product(
             name.removesuffix(".weight"),
-            lambda tensor=tensor: tensor[...].float(),  # type: ignore[misc]  # mypy does not infer defaults of lambdas
+            partial(_plain, tensor),
             None,
             _for_rows(scales, high, n),
             torch.arange(k) // wide,
@@ -257,15 +300,17 @@ def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, An
         _check(TORCHAO, name, zero_point, (-(-n // high), -(-k // wide)), ("I8",))
         zeros = _for_rows(zero_point, high, n) if zero_point[...].any() else None
 
-    def integers() -> torch.Tensor:
-        values: torch.Tensor = qdata[...]
-        return values.float()
-
     layer, group_of = name.removesuffix(".weight"), torch.arange(k) // wide
     fp8 = kind == "Float8Tensor"
-    return Product(layer, integers, zeros, _for_rows(scale, high, n), group_of, wide, fp8), {
+    return Product(layer, partial(_plain, qdata), zeros, _for_rows(scale, high, n), group_of, wide, fp8), {
         at + part for part in parts
     }
+
+
+def _plain(tensor: Any, outputs: slice, inputs: slice) -> torch.Tensor:
+    """`Stored` for a tensor with one element for each weight."""
+    values: torch.Tensor = tensor[outputs, inputs]
+    return values.float()
 
 
 def _for_rows(tensor: Any, high: int, n: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import xxhash
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import mla
+from engine.core import packing_scheme
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kernels.weight_quantization import Packer
@@ -77,14 +78,14 @@ def load_model(
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
     format = _format(weights, dtype, device, packer)
-    packed, whole, own = None, None, None
+    packed, whole, own = quantized_checkpoint.read(files, config), None, None
     if group is None:
-        module, packed = module_loader.load_whole(folder, files, config, dtype)
+        module = module_loader.load_whole(folder, files, config, dtype, packed)
     else:
-        module, own, whole = module_loader.load_part(folder, files, config, dtype, group, format, say)
+        module, own, whole = module_loader.load_part(folder, files, config, dtype, packed, group, format, say)
     say(f"{config.model_type} loaded from {folder}")
     if method is not None:
-        say(quantized_checkpoint.adopt(module, packer, packed))
+        say(quantized_checkpoint.adopt(module, packer, packed, own.parts if own else None))
     del packed
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
     if own is not None and format is not None:  # the whole model that it is compared with has rounded weights, too
@@ -212,8 +213,11 @@ def _checked_config(
         raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
     if group is not None:
         check_plan(config, group.size)
-        if method is not None:
-            raise CheckpointRefused(f"a checkpoint that is quantised, by {method}, is not served by several ranks")
+        if method == quantized_checkpoint.METHOD:
+            raise CheckpointRefused(
+                f"a checkpoint that is quantised by {method} is read whole by its library: serve it by one rank, or one"
+                f" of {', '.join(packing_scheme.METHODS)}, or the original one with weights = int8, int4 or fp8"
+            )
     return config, max_len, method
 
 

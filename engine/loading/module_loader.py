@@ -42,9 +42,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_whole(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Weights | None]:
-    packed = quantized_checkpoint.read(files, config)
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype, packed: Weights | None
+) -> PreTrainedModel:
+    """`packed` are the files' tensors where transformers does not unpack them (quantized_checkpoint.read)."""
     with _loading(folder, config):
         options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
         if packed is None:
@@ -59,7 +59,8 @@ def load_whole(
             )
             _add_generation(module, folder)
     _check_report(folder, files, module, report, packed)
-    return module.eval(), packed
+    whole: PreTrainedModel = module.eval()
+    return whole
 
 
 def load_part(
@@ -67,6 +68,7 @@ def load_part(
     files: list[Path],
     config: PreTrainedConfig,
     dtype: torch.dtype,
+    packed: Weights | None,
     group: RankGroup,
     format: str | None,
     say: Callable[[str], None],
@@ -84,18 +86,18 @@ def load_part(
         own = cut(shapes, group)
         if format:
             own.check_groups(shapes, format)
-        weights = part_loader.WeightFiles(files, shapes)
+        weights = part_loader.WeightFiles(files, shapes, packed)
         if weights.strange is None:
             module, report = part_loader.load(shapes, weights, own, dtype)
             _add_generation(module, folder)
-            _check_report(folder, files, module, report, None)
+            _check_report(folder, files, module, report, packed)
             if group.rank == 0:
                 with part_loader.streamed(shapes, weights, module) as streamed:
                     expected = whole(streamed)
     if weights.strange is not None:
         say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
         with group.in_turn():  # only one rank holds the whole model at a time
-            module, _ = load_whole(folder, files, config, dtype)
+            module = load_whole(folder, files, config, dtype, packed)
             expected = whole(module) if group.rank == 0 else None
             own.take(module)
             return_memory()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from transformers.core_model_loading import (
 )
 
 from engine.kernels import weight_quantization
+from engine.loading.gptq_awq_fp8 import Product, Weights
 from engine.parallel.weight_cut import Cut, Part
 
 STACKED = 0  # the dimension along which experts are stacked
@@ -40,17 +42,17 @@ BESIDE = 1  # the dimension along which two stacks are concatenated
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file."""
+    """A tensor of the files."""
 
-    file: Any  # an open safetensors file, which reads on demand and maps nothing
     key: str
+    values: Any  # a slice of an open safetensors file, which reads on demand and maps nothing; or a Product
 
 
 class WeightFiles:
     """The parameters of a model in a checkpoint's files; each can be read separately, whole or in part. Thread-safe."""
 
-    def __init__(self, files: list[Path], shapes: PreTrainedModel) -> None:
-        """`shapes` is the model without weights."""
+    def __init__(self, files: list[Path], shapes: PreTrainedModel, packed: Weights | None = None) -> None:
+        """`shapes` is the model without weights, `packed` are the files' tensors where they are quantised."""
         self.others: list[str] = []  # tensors of no parameter
         self._shapes = shapes
         self._single: dict[str, _Tensor] = {}  # parameters that are one unchanged tensor
@@ -61,7 +63,7 @@ class WeightFiles:
         }
         names = shapes.state_dict()
         found: dict[str, dict[str, list[_Tensor]]] = defaultdict(lambda: defaultdict(list))
-        for tensor in _tensors(files):
+        for tensor in _tensors(files) if packed is None else _unpacked(packed):
             name, pattern = _parameter_of(tensor.key, shapes, mapping, names)
             if name not in names:
                 self.others.append(tensor.key)
@@ -122,7 +124,7 @@ class _Made(NamedTuple):
         pieces, first = [], 0
         for pattern in self.converter.source_patterns:
             stack = self.stacks[pattern]
-            rows = stack[0].file.get_slice(stack[0].key).get_shape()[BESIDE - 1]
+            rows = stack[0].values.get_shape()[BESIDE - 1]
             own = _of_stack(part, first, rows)
             if own.stretches:
                 pieces.append(torch.stack([_read(tensor, own) for tensor in stack], STACKED))
@@ -216,12 +218,18 @@ def _tensors(files: list[Path]) -> list[_Tensor]:
     tensors = []
     for path in files:
         file: Any = safe_open(path, framework="pt", backend="pread")
-        tensors += [_Tensor(file, key) for key in file.keys()]  # noqa: SIM118 - not a dict
+        tensors += [_Tensor(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118 - not a dict
     return sorted(tensors, key=lambda tensor: dot_natural_key(tensor.key))
 
 
+def _unpacked(packed: Weights) -> list[_Tensor]:
+    return sorted(starmap(_Tensor, packed.tensors.items()), key=lambda tensor: dot_natural_key(tensor.key))
+
+
 def _read(tensor: _Tensor, part: Part | None) -> torch.Tensor:
-    view = tensor.file.get_slice(tensor.key)
+    view = tensor.values
+    if isinstance(view, Product):
+        return view.part(part).weight()
     if part is None:
         whole: torch.Tensor = view[...]
         return whole

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.core import packing_scheme
 from engine.kernels import weight_quantization
 from engine.kernels.weight_quantization import Packer
 from engine.loading import gptq_awq_fp8
+from engine.parallel.weight_cut import Part
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
@@ -123,13 +125,19 @@ def _is_no_bias(name: str, weights: gptq_awq_fp8.Weights) -> bool:
     return last == "bias" and layer in weights.products and not weights.tensors[name][...].any()
 
 
-def adopt(model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.Weights | None) -> str:
+def adopt(
+    model: PreTrainedModel,
+    packer: Packer | None,
+    weights: gptq_awq_fp8.Weights | None,
+    parts: Mapping[str, Part] | None = None,
+) -> str:
     """Converts the library's layers to plain ones; with `packer`, over packed codes where exact. Returns a summary.
 
-    `weights` are the result of `read`. Raises CheckpointRefused if a layer's weight is not the one that was read.
+    `weights` are the result of `read`, `parts` what this rank has of parameters, where the model is one of several
+    ranks' part. Raises CheckpointRefused if a layer's weight is not the one that was read.
     """
     if weights is not None:
-        return _adopt(model, packer, weights)
+        return _adopt(model, packer, weights, parts or {})
     from compressed_tensors.compressors import ModelCompressor
 
     layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
@@ -156,7 +164,9 @@ def _line(count: int, method: str, over_codes: int) -> str:
     return f"weights: {count} products of the {method} checkpoint, {over_codes} of them over its own codes"
 
 
-def _adopt(model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.Weights) -> str:
+def _adopt(
+    model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.Weights, parts: Mapping[str, Part]
+) -> str:
     layers = dict(model.named_modules())
     if any(isinstance(layer, Conv1D) for layer in layers.values()):
         raise packing_scheme.refused(
@@ -165,16 +175,18 @@ def _adopt(model: PreTrainedModel, packer: Packer | None, weights: gptq_awq_fp8.
     accessors: Any = model  # transformers', not typed
     head = accessors.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     over_codes = 0
-    for name, product in weights.products.items():
-        layer: Any = layers.get(name, layers.get(f"{model.base_model_prefix}.{name}"))
-        if layer is None:
+    for name, whole in weights.products.items():
+        path = name if name in layers else f"{model.base_model_prefix}.{name}"
+        if path not in layers:
             continue  # transformers has merged it into another tensor, such as a mixture's experts
+        layer: Any = layers[path]
         if type(layer) is not nn.Linear:
             raise packing_scheme.refused(
                 weights.method, f"quantises a {type(layer).__name__}, and only linear layers are served"
             )
         if layer is head:
             raise packing_scheme.refused(weights.method, f"has {name} packed, and its config ties it to the embedding")
+        product = whole.part(parts.get(f"{path}.weight"))
         if not torch.equal(product.weight().to(layer.weight.dtype), layer.weight.detach().cpu()):
             raise packing_scheme.refused(
                 weights.method, f"has weights of {name} that are not what the model computes with"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,17 @@ from transformers import AutoModelForCausalLM
 from engine import kernels
 from engine.core.weight_formats import BITS, of_head
 from engine.kernels import weight_quantization
-from engine.loading import part_loader
+from engine.loading import cut_check, gptq_awq_fp8, part_loader
+from engine.loading.self_check import pack
 from engine.parallel import weight_cut
 from loadtest.harness.random_checkpoints import make_checkpoint
 from planner.capacity import read_shape
 from planner.ranks import of_ranks
 from tandem.errors import CheckpointRefused
-from tests.engine.conftest import two_layers
-from tests.engine.test_ranks import CUTS, engine_of, follow, greedy, random_biases
+from tests.engine.conftest import TWO, two_layers
+from tests.engine.test_gptq_awq_fp8 import ALL, configure
+from tests.engine.test_gptq_awq_fp8 import make as make_packed
+from tests.engine.test_ranks import CUTS, PROMPTS, engine_of, follow, greedy, random_biases, table
 
 pytestmark = pytest.mark.skipif(
     kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators"
@@ -87,6 +91,128 @@ def parts_of(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     group: Any = SimpleNamespace(rank=0, size=ranks)
     weight_cut.cut(model, group).take(model)
     return {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+# Kind, shape, ranks, formats of the codes; some products have dense weights instead. The ranks' columns end where
+# groups do, and within them; of two weights in one; beside experts; and in the order of their groups.
+PACKED: list[tuple[str, str, int, set[str]]] = [
+    ("gptq-4", "tiny-qwen2", 2, {"int4"}),
+    ("gptq-4-cut-group", "tiny-qwen2", 2, {"int4"}),
+    ("gptq-4-one-group", "tiny-qwen2", 4, {"int4"}),
+    ("gptq-4-act-order", "tiny-qwen2", 2, {"int4"}),
+    ("gptq-8", "tiny-phi3", 2, {"int8"}),
+    ("gptq-8-asymmetric", "tiny-qwen2", 2, set()),
+    ("awq", "tiny-qwen2", 2, {"int8"}),
+    ("gptq-4", "tiny-qwen3-moe", 2, {"int4"}),
+    ("fp8", "tiny-qwen3-moe", 2, {"fp8"}),
+    ("fp8-cut-blocks", "tiny-qwen2", 4, {"fp8"}),
+    ("torchao-int4-asymmetric", "tiny-qwen2", 2, {"int8"}),
+    ("torchao-fp8", "tiny-deepseek-v3", 2, {"fp8"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "ranks", "formats"), PACKED)
+def test_ranks_with_a_quantised_checkpoint_give_the_tokens_of_transformers(
+    kind: str, shape: str, ranks: int, formats: set[str], tmp_path: Path
+) -> None:
+    """Over the dense weights that it represents, and over its own codes where a part has them; the planner knows their
+    bytes."""
+    quantised, plain = make_packed(tmp_path, ALL[kind], shape)
+    planned = of_ranks(read_shape(quantised), quantised, ranks)
+    with engine_of(quantised, ranks) as (engine, _):
+        assert follow(plain, greedy(engine))
+        codes = list(weight_quantization.codes_in(engine.model.module))
+        assert {each.format for each in codes} == formats
+        parts = parts_of(plain, ranks)
+        found = codes_of(engine.model.module)
+        assert formats == set() or len(found) >= 8
+        for name, weight in found.items():
+            assert torch.equal(weight, parts[name]), name
+        assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
+        assert engine.model.weights == ALL[kind]["quant_method"]
+
+
+def own_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 scales the rows of its columns by themselves, as if they were whole."""
+    largest_of = weight_cut.Cut.largest_of
+
+    def wrong(self: Any, name: str) -> Any:
+        over_ranks = largest_of(self, name)
+        return over_ranks and (lambda own: (over_ranks(own), own)[1])  # the others wait for it
+
+    monkeypatch.setattr(weight_cut.Cut, "largest_of", wrong)
+
+
+def other_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes the scales of other rows than those of its part."""
+    part = gptq_awq_fp8.Product.part
+
+    def wrong(self: Any, own: Any) -> Any:
+        product = part(self, own)
+        return product if own is None or own.dim else replace(product, scales=self.scales[-len(product.scales) :])
+
+    monkeypatch.setattr(gptq_awq_fp8.Product, "part", wrong)
+
+
+@pytest.mark.parametrize("fault", [own_scales, other_scales])
+@pytest.mark.parametrize("checked", [True, False])
+def test_wrong_scales_are_refused_at_load(
+    fault: Any, checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts do not make up the whole model's rounded weights. In the control, without the comparison, they are
+    served."""
+    if fault is own_scales:
+        make_checkpoint(tmp_path / "quantised", "tiny-llama", dtype="float32", num_hidden_layers=TWO)
+    else:
+        make_packed(tmp_path, ALL["gptq-4"], "tiny-llama")
+    fault(monkeypatch)
+    weights = {"weights": "int8"} if fault is own_scales else {}
+    if checked:
+        with pytest.raises(CheckpointRefused, match="differs from the whole model"):
+            with engine_of(tmp_path / "quantised", 2, **weights):
+                pass
+        return
+    monkeypatch.setattr(cut_check, "_gap", lambda *_: 0.0)
+    with engine_of(tmp_path / "quantised", 2, **weights) as (engine, _):
+        assert greedy(engine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tokens_bits_do_not_depend_on_company(dtype: str, tmp_path: Path) -> None:
+    """With rounded weights on two ranks: logits of a prompt alone, in chunks and beside others; and captured steps have
+    the bits of others. The ranks compare theirs at load."""
+    make_checkpoint(tmp_path, "tiny-llama", dtype=dtype, num_hidden_layers=TWO, **WHOLE_GROUPS)
+    prompt, others = PROMPTS[3], [(PROMPTS[number], 0, table(number)) for number in (0, 1)]
+    with engine_of(tmp_path, 2, weights="int4", dtype=dtype) as (engine, _):
+        alone = engine.model.forward(engine.pages, pack([(prompt, 0, table(2))]))
+        engine.model.forward(engine.pages, pack([(prompt[:13], 0, table(2)), *others]))
+        chunked = engine.model.forward(engine.pages, pack([*others, (prompt, 13, table(2))]))
+        assert torch.equal(alone[0], chunked[2])
+        assert engine.decode is not None
+        step = pack([([*prompt, 7], len(prompt), table(2)), ([*PROMPTS[0], 7], len(PROMPTS[0]), table(0))])
+        captured = engine.decode.logits(step)
+        assert captured is not None
+        assert torch.equal(captured, engine.model.forward(engine.pages, step))
+
+
+def test_workers_of_any_number_of_ranks_have_kv_of_the_same_meaning(tmp_path: Path) -> None:
+    """Their codes are the same, so one may hand over to another; not to one with other weights."""
+    make_checkpoint(tmp_path, "tiny-llama", dtype="float32", num_hidden_layers=TWO)
+    with engine_of(tmp_path, 1, weights="int8") as (one, _), engine_of(tmp_path, 2, weights="int8") as (two, _):
+        assert one.pages.layout == two.pages.layout
+    with engine_of(tmp_path, 2) as (plain, _):
+        assert plain.pages.layout != two.pages.layout
+
+
+def test_a_checkpoint_that_only_its_library_reads_is_refused(tmp_path: Path) -> None:
+    """By its config, before a weight is read, and by the planner."""
+    make_checkpoint(tmp_path, "tiny-llama", dtype="float32")
+    configure(tmp_path, {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}})
+    with pytest.raises(CheckpointRefused, match="compressed-tensors is read whole by its library"):
+        with engine_of(tmp_path, 2):
+            pass
+    with pytest.raises(CheckpointRefused, match="not served by several ranks"):
+        of_ranks(read_shape(tmp_path), tmp_path, 2)
 
 
 def test_groups_that_ranks_would_break_are_refused(tmp_path: Path) -> None:

@@ -397,7 +397,7 @@ def test_loading_takes_the_memory_of_a_part(
     module_loader.return_memory()
     with rank_memory.Loading() as loading:
         module, _, expected = module_loader.load_part(
-            large, checkpoint.check_folder(large), config, dtype, group, None, lambda line: None
+            large, checkpoint.check_folder(large), config, dtype, None, group, None, lambda line: None
         )
     memory = loading.memory()
     assert expected is not None
@@ -581,7 +581,6 @@ def test_a_model_without_a_plan_starts_no_process(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"weights": "int8"}, "weights is int8"),
         ({"adapters": {"a": "b"}}, "adapters is"),
         ({"adapter_root": Path("/")}, "adapter_root is /"),
         ({"speculation": "draft", "draft_model": "d"}, "draft_model is d"),
