@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import isinf
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
 from tandem.errors import InvalidRequest
 
 Kind = TypeVar("Kind", bound=BaseModel)
+NotServed = dict[str, tuple[object, ...]]  # fields that are not supported, each with the values that have no effect
 
 
 def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
@@ -44,6 +46,30 @@ def validated(fields: dict[str, Any], kind: type[Kind]) -> Kind:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"{name}: {first['msg']}", field=name, bound=first["msg"]) from error
+
+
+def check_served(fields: dict[str, Any], not_served: NotServed, by: str = "") -> None:
+    """Refuses unsupported fields."""
+    for name, harmless in not_served.items():
+        if (value := fields.get(name)) is not None and value not in harmless:
+            bound = " or ".join(["absent", *map(encode, harmless)])
+            raise InvalidRequest(f"this value of {name} is not served{by}; it must be {bound}", field=name, bound=bound)
+
+
+def check_lengths(fields: dict[str, Any], most_items: Mapping[str, int]) -> None:
+    """Refuses lists that are too long before their items are parsed."""
+    for name, most in most_items.items():
+        if isinstance(value := fields.get(name), list | dict) and len(value) > most:
+            raise wrong(name, f"{len(value)} long", f"at most {most}")
+
+
+def clean(text: str, where: str) -> str:
+    """The text for a string field of the proto. Raises InvalidRequest for lone surrogates, which JSON permits."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(where, "not valid Unicode", "valid Unicode") from error
+    return text
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.router.frontend import json_body
 from services.router.frontend.anthropic.messages_turns import Turns, referenced_tools
-from services.router.frontend.json_body import Kind, encode
+from services.router.frontend.json_body import Kind, NotServed, check_lengths, check_served, clean, encode
 from services.router.frontend.openai.openai_sampling import Int64, List, Seed, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.json_limits import wrong
@@ -24,7 +24,7 @@ from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 # Maximum lengths of lists in a body. The bounds are those of preprocess; checked here, no item need be parsed.
 MAX_ITEMS = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, "stop_sequences": MAX_STOPS}
 # Fields that are not supported and would change the answer, with the values that have no effect.
-NOT_SERVED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "thread": ()}
+NOT_SERVED: NotServed = {"container": (), "mcp_servers": ([],), "thread": ()}
 THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on and off
 HIGH_EFFORTS = ("xhigh", "max")  # unknown to templates: "high"
 
@@ -120,7 +120,7 @@ class Prompt(BaseModel):
             case ToolChoice(type="tool", name=None):
                 raise wrong("tool_choice.name", "absent", "a tool's name")
             case ToolChoice(type="tool", name=str(name)):
-                return generation_pb2.ToolChoice(name=_clean(name, "tool_choice.name"))
+                return generation_pb2.ToolChoice(name=clean(name, "tool_choice.name"))
         return None
 
     def _variables(self) -> dict[str, Any]:
@@ -184,13 +184,8 @@ class Messages(Prompt):
 def parse(body: bytes, kind: type[Kind]) -> Kind:
     """Parses a body. Raises InvalidRequest for the first error; the message contains none of the body's content."""
     fields = json_body.read(body)
-    for name, harmless in NOT_SERVED.items():
-        if (value := fields.get(name)) is not None and value not in harmless:
-            bound = " or ".join(["absent", *map(encode, harmless)])
-            raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
-    for name, most in MAX_ITEMS.items():
-        if isinstance(value := fields.get(name), list) and len(value) > most:
-            raise wrong(name, f"{len(value)} long", f"at most {most}")
+    check_served(fields, NOT_SERVED)
+    check_lengths(fields, MAX_ITEMS)
     return json_body.validated(fields, kind)
 
 
@@ -207,16 +202,7 @@ def _function(tool: Tool, index: int) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise wrong(f"{where}.input_schema", "absent", "a JSON schema of an object")
-    function = {"name": _clean(tool.name, f"{where}.name"), "description": tool.description}
+    function = {"name": clean(tool.name, f"{where}.name"), "description": tool.description}
     parameters = {"type": "object", **tool.input_schema}
     known = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": {**known, "parameters": parameters}}
-
-
-def _clean(text: str, where: str) -> str:
-    """For fields that are strings in the proto. Raises InvalidRequest for lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise wrong(where, "not valid Unicode", "valid Unicode") from error
-    return text

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import clean, encode
 from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.preprocess.json_limits import wrong
 from tandem.errors import InvalidRequest
@@ -204,11 +204,7 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise wrong(f"{where}.{name}", f"a {type(value).__name__}", "a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise wrong(f"{where}.{name}", "not valid Unicode", "valid Unicode") from error
-    return value
+    return clean(value, f"{where}.{name}")
 
 
 def _message(role: str, text: str) -> generation_pb2.ChatMessage:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from services.router.frontend import json_body
-from services.router.frontend.json_body import Kind, encode
-from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64, List, NotServed, Sampled, to_bytes
+from services.router.frontend.json_body import Kind, NotServed, check_lengths, check_served, clean, encode
+from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64, List, Sampled, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
@@ -244,7 +244,7 @@ class Chat(Sampled):
             case "required" | {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": list()}}:
                 return generation_pb2.ToolChoice(several=parallel)
             case {"type": "function", "function": {"name": str(name)}}:
-                return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
+                return generation_pb2.ToolChoice(name=clean(name, "tool_choice"))
         kinds = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
         raise wrong("tool_choice", "of an unknown kind", kinds)
 
@@ -253,19 +253,9 @@ def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kin
     """Parses a body. Raises InvalidRequest for the first error; the message contains none of the body's content."""
     fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
-        _check_fields(fields, NOT_SERVED | kind.not_served)
+        check_served(fields, NOT_SERVED | kind.not_served)
+        check_lengths(fields, MAX_ITEMS)
     return json_body.validated(fields, kind)
-
-
-def _check_fields(fields: dict[str, Any], not_served: NotServed) -> None:
-    """Refuses unsupported fields, and lists that are too long before their items are parsed."""
-    for name, harmless in not_served.items():
-        if (value := fields.get(name)) is not None and value not in harmless:
-            bound = " or ".join(["absent", *map(encode, harmless)])
-            raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
-    for name, most in MAX_ITEMS.items():
-        if isinstance(value := fields.get(name), list | dict) and len(value) > most:
-            raise wrong(name, f"{len(value)} long", f"at most {most}")
 
 
 def _prompt(prompt: object, context: int) -> dict[str, Any]:
@@ -281,11 +271,11 @@ def _prompt(prompt: object, context: int) -> dict[str, Any]:
 
 def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
     return generation_pb2.ChatMessage(
-        role=_clean(message.role, f"{where}.role"),
+        role=clean(message.role, f"{where}.role"),
         content=_content(message.content, f"{where}.content"),
         tool_calls=to_bytes(encode(message.tool_calls)) if message.tool_calls else b"",
-        tool_call_id=_clean(message.tool_call_id or "", f"{where}.tool_call_id"),
-        name=_clean(message.name or "", f"{where}.name"),
+        tool_call_id=clean(message.tool_call_id or "", f"{where}.tool_call_id"),
+        name=clean(message.name or "", f"{where}.name"),
         reasoning=to_bytes(message.reasoning_content or message.reasoning or ""),
     )
 
@@ -315,15 +305,6 @@ def _function_name(tool: object) -> str | None:
         case {"function": {"name": str(name)}}:
             return name
     return None
-
-
-def _clean(text: str, where: str) -> str:
-    """The text for a string field of the proto. Raises InvalidRequest for lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise wrong(where, "not valid Unicode", "valid Unicode") from error
-    return text
 
 
 def requests(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import NotServed, encode
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
@@ -20,7 +20,6 @@ from tandem.sampling import NUMBERS
 from tandem.v1 import common_pb2, sampling_pb2
 
 GRAMMAR_FIELD = "sampling.grammar"
-NotServed = dict[str, tuple[object, ...]]  # fields that are not supported, each with the values that have no effect
 
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr, model_validator
 
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import NotServed, check_served, encode
 from services.router.frontend.openai.openai_protocol import REST_OF_CONTEXT
 from services.router.frontend.openai.openai_sampling import Int64, List, Sampled, to_bytes
 from services.router.frontend.openai.responses_items import MAX_ITEMS, Item, NewId, chat_messages, read_items
@@ -20,7 +20,7 @@ from services.router.frontend.openai.responses_tools import Choice, Tools, choos
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.json_limits import wrong
 from services.router.preprocess.sampling_defaults import Defaults
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, and characters of each; OpenAI's bounds
@@ -29,7 +29,7 @@ MAX_IDENTIFIER = 512  # characters; OpenAI takes 64. Every response object repea
 FORMAT_FIELD = "text.format"
 SEALED_REASONING, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
 # Unsupported fields of this or of another endpoint that would change the answer, with the values without effect.
-NOT_SERVED: dict[str, tuple[object, ...]] = {
+NOT_SERVED: NotServed = {
     "background": (False,),
     "conversation": (),
     "context_management": ([],),
@@ -84,12 +84,7 @@ class Responses(Sampled):
     @model_validator(mode="before")
     @classmethod
     def _served(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        for name, harmless in NOT_SERVED.items():
-            if (value := fields.get(name)) is not None and value not in harmless:
-                bound = " or ".join(["absent", *map(encode, harmless)])
-                raise InvalidRequest(
-                    f"this value of {name} is not served by /v1/responses; it must be {bound}", field=name, bound=bound
-                )
+        check_served(fields, NOT_SERVED, " by /v1/responses")
         return fields
 
     @property
