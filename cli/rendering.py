@@ -98,9 +98,6 @@ def bar(start: float, length: float, total: float, cells: int = BAR_CELLS) -> st
     return " " * first + "█" * full + _EIGHTHS[rest].strip()
 
 
-# ---- a receipt
-
-
 # ---- the cluster
 
 

@@ -13,28 +13,11 @@ import grpc.aio
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
 from tandem.grpc_errors import from_rpc
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
+from tandem.rpc import unary_calls
 from tandem.rpc.channel import _Connection
 from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
 from tandem.rpc.stream_reader import StreamReader, completion, completions
-from tandem.rpc.unary_calls import (
-    _ADAPTERS,
-    _AUDIT,
-    _AUTOSCALING,
-    _DIAGNOSE,
-    _WORKERS,
-    Answer,
-    _call_span,
-    _cancel_job,
-    _drain,
-    _get_job,
-    _load_adapter,
-    _model_info,
-    _Question,
-    _receipts,
-    _scale,
-    _submit,
-    _unload_adapter,
-)
+from tandem.rpc.unary_calls import Answer, Question
 from tandem.rpc.watching import _late, _unanswered, _Watching
 from tandem.telemetry import tracing
 from tandem.v1 import generation_pb2
@@ -91,7 +74,7 @@ class AsyncClient(_Connection):
         self, request: generation_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
         reader = StreamReader()
-        with _call_span("generate", self.target) as span:
+        with unary_calls.call_span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
                 async for event in call:
@@ -140,66 +123,66 @@ class AsyncClient(_Connection):
 
     async def job(self, job_id: str) -> Job:
         """The job's state and progress."""
-        return await self._ask(_get_job(job_id))
+        return await self._ask(unary_calls.get_job(job_id))
 
     async def cancel(self, job_id: str) -> Job:
         """Ends the job within seconds; an ended job does not change."""
-        return await self._ask(_cancel_job(job_id))
+        return await self._ask(unary_calls.cancel_job(job_id))
 
     async def workers(self) -> Pools:
         """Every worker of the cluster, and the wanted pool sizes."""
-        return await self._ask(_WORKERS)
+        return await self._ask(unary_calls.WORKERS)
 
     async def scale(
         self, prefill: int | None = None, decode: int | None = None, *, pools: Mapping[str, int] | None = None
     ) -> dict[str, int]:
         """Set how many workers are wanted; a pool that is not named keeps its number. `pools`: by name, MODEL/ROLE
         where the cluster serves several models. Returns the wanted sizes of all pools."""
-        return await self._ask(_scale(prefill, decode, pools))
+        return await self._ask(unary_calls.scale(prefill, decode, pools))
 
     async def autoscaling(self) -> Autoscaling:
         """The autoscaler's latest verdicts. Raises PreconditionFailed if it is off."""
-        return await self._ask(_AUTOSCALING)
+        return await self._ask(unary_calls.AUTOSCALING)
 
     async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
         """Stops a worker after its requests, or after `grace` seconds. Returns when it is drained."""
-        return await self._ask(_drain(worker_id, grace))
+        return await self._ask(unary_calls.drain(worker_id, grace))
 
     async def adapters(self) -> list[ServedAdapter]:
         """The adapters that requests may name."""
-        return await self._ask(_ADAPTERS)
+        return await self._ask(unary_calls.ADAPTERS)
 
     async def load_adapter(self, name: str, path: str, *, model: str = "") -> ServedAdapter:
         """Loads an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when requests
         can name it. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
-        return await self._ask(_load_adapter(name, path, model))
+        return await self._ask(unary_calls.load_adapter(name, path, model))
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter that `load_adapter` loaded; admitted requests finish with it. Raises NotFound."""
-        await self._ask(_unload_adapter(name))
+        await self._ask(unary_calls.unload_adapter(name))
 
     async def audit(self) -> Audit:
         """The block ledger of every worker."""
-        return await self._ask(_AUDIT)
+        return await self._ask(unary_calls.AUDIT)
 
     async def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
         """The receipts of the last thousand requests at this router, the newest first: of one request, at most `limit`
         of them, or of those that ended `within` this many seconds."""
-        return await self._ask(_receipts(request_id, limit, within))
+        return await self._ask(unary_calls.receipts(request_id, limit, within))
 
     async def diagnose(self) -> Diagnosis:
         """Probes every prefill-decode pair; also has the registry and the versions."""
-        return await self._ask(_DIAGNOSE)
+        return await self._ask(unary_calls.DIAGNOSE)
 
     async def model_info(self, model: str = "") -> ModelInfo:
         """The served model; with several models this one, or the first."""
-        return await self._ask(_model_info(model))
+        return await self._ask(unary_calls.model_info(model))
 
     async def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
-        with _call_span("submit", self.target) as span:
-            return await self._ask(_submit(requests), span)
+        with unary_calls.call_span("submit", self.target) as span:
+            return await self._ask(unary_calls.submit(requests), span)
 
-    async def _ask(self, question: _Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
+    async def _ask(self, question: Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
         call = self._channel.unary_unary(
             question.path,
             request_serializer=type(question.request).SerializeToString,

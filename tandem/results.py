@@ -264,6 +264,3 @@ def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
 def _transfer(report: common_pb2.TransferReport) -> Transfer:
     numbers = (report.bytes, report.blocks, report.seconds, report.exposed_seconds)
     return Transfer(report.transport, *numbers, report.why, report.converted)
-
-
-# ---- the cluster

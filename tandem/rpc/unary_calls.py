@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class _Question(Generic[Answer]):
+class Question(Generic[Answer]):
     """One unary call: method, request, timeout in seconds, and how to read the answer."""
 
     path: str
@@ -30,19 +30,19 @@ class _Question(Generic[Answer]):
     timeout: float = 30.0
 
 
-_WORKERS: _Question[Pools] = _Question(
+WORKERS: Question[Pools] = Question(
     f"/{ADMIN}/ListWorkers", admin_pb2.ListWorkersRequest(), admin_pb2.ListWorkersResponse, cluster_results.pools
 )
-_AUTOSCALING: _Question[Autoscaling] = _Question(
+AUTOSCALING: Question[Autoscaling] = Question(
     f"/{ADMIN}/GetScaling", admin_pb2.GetScalingRequest(), admin_pb2.GetScalingResponse, cluster_results.autoscaling
 )
-_AUDIT: _Question[Audit] = _Question(
+AUDIT: Question[Audit] = Question(
     f"/{ADMIN}/Audit", admin_pb2.AuditRequest(), admin_pb2.AuditResponse, cluster_results.audit
 )
-_DIAGNOSE: _Question[Diagnosis] = _Question(
+DIAGNOSE: Question[Diagnosis] = Question(
     f"/{ADMIN}/Diagnose", admin_pb2.DiagnoseRequest(), admin_pb2.DiagnoseResponse, cluster_results.diagnosis, 120.0
 )
-_ADAPTERS: _Question[list[ServedAdapter]] = _Question(
+ADAPTERS: Question[list[ServedAdapter]] = Question(
     f"/{ADMIN}/ListAdapters",
     admin_pb2.ListAdaptersRequest(),
     admin_pb2.ListAdaptersResponse,
@@ -50,31 +50,31 @@ _ADAPTERS: _Question[list[ServedAdapter]] = _Question(
 )
 
 
-def _call_span(name: str, target: str) -> tracing.Span:
+def call_span(name: str, target: str) -> tracing.Span:
     """The span of one generation or submission, in the application's traces if it has set up OpenTelemetry."""
     return tracing.of_application().call(name, {"server.address": target})
 
 
-def _model_info(model: str) -> _Question[ModelInfo]:
+def model_info(model: str) -> Question[ModelInfo]:
     request = generation_pb2.GetModelInfoRequest()
     _set(request, "model", model)
-    return _Question(f"/{GENERATION}/GetModelInfo", request, generation_pb2.GetModelInfoResponse, results.model_info)
+    return Question(f"/{GENERATION}/GetModelInfo", request, generation_pb2.GetModelInfoResponse, results.model_info)
 
 
-def _scale(prefill: int | None, decode: int | None, pools: Mapping[str, int] | None) -> _Question[dict[str, int]]:
+def scale(prefill: int | None, decode: int | None, pools: Mapping[str, int] | None) -> Question[dict[str, int]]:
     request = admin_pb2.ScalePoolsRequest()
     for pool, size in {"prefill": prefill, "decode": decode, **(pools or {})}.items():
         try:
             request.wanted.update({} if size is None else {pool: size})
         except (TypeError, ValueError) as error:
             raise _unencodable(pool, size, "an integer of 32 bits, 0 or more") from error
-    return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
+    return Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
 
 
-def _drain(worker_id: str, grace: float) -> _Question[Drained]:
+def drain(worker_id: str, grace: float) -> Question[Drained]:
     if not math.isfinite(grace) or grace < 0:
         raise _unencodable("grace", grace, "0 seconds or more")
-    return _Question(
+    return Question(
         f"/{ADMIN}/DrainWorker",
         admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace),
         admin_pb2.DrainWorkerResponse,
@@ -83,12 +83,12 @@ def _drain(worker_id: str, grace: float) -> _Question[Drained]:
     )
 
 
-def _load_adapter(name: str, path: str, model: str) -> _Question[ServedAdapter]:
+def load_adapter(name: str, path: str, model: str) -> Question[ServedAdapter]:
     request = admin_pb2.LoadAdapterRequest()
     _set(request, "name", name)
     _set(request, "path", path)
     _set(request, "model", model)
-    return _Question(
+    return Question(
         f"/{ADMIN}/LoadAdapter",
         request,
         admin_pb2.LoadAdapterResponse,
@@ -97,16 +97,16 @@ def _load_adapter(name: str, path: str, model: str) -> _Question[ServedAdapter]:
     )
 
 
-def _unload_adapter(name: str) -> _Question[None]:
+def unload_adapter(name: str) -> Question[None]:
     request = admin_pb2.UnloadAdapterRequest()
     _set(request, "name", name)
-    return _Question(f"/{ADMIN}/UnloadAdapter", request, admin_pb2.UnloadAdapterResponse, lambda answer: None)
+    return Question(f"/{ADMIN}/UnloadAdapter", request, admin_pb2.UnloadAdapterResponse, lambda answer: None)
 
 
-def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Job]]:
+def submit(requests: list[generation_pb2.GenerateRequest]) -> Question[list[Job]]:
     for request in requests:
         request.request_id = request.request_id or secrets.token_hex(8)  # so that a retry is the same job
-    return _Question(
+    return Question(
         f"/{JOBS}/SubmitJobs",
         jobs_pb2.SubmitJobsRequest(requests=requests),
         jobs_pb2.SubmitJobsResponse,
@@ -114,21 +114,21 @@ def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Jo
     )
 
 
-def _get_job(job_id: str) -> _Question[Job]:
+def get_job(job_id: str) -> Question[Job]:
     request = jobs_pb2.GetJobRequest()
     _set(request, "job_id", job_id)
-    return _Question(f"/{JOBS}/GetJob", request, jobs_pb2.GetJobResponse, lambda answer: results.job(answer.job))
+    return Question(f"/{JOBS}/GetJob", request, jobs_pb2.GetJobResponse, lambda answer: results.job(answer.job))
 
 
-def _cancel_job(job_id: str) -> _Question[Job]:
+def cancel_job(job_id: str) -> Question[Job]:
     request = jobs_pb2.CancelJobRequest()
     _set(request, "job_id", job_id)
-    return _Question(f"/{JOBS}/CancelJob", request, jobs_pb2.CancelJobResponse, lambda answer: results.job(answer.job))
+    return Question(f"/{JOBS}/CancelJob", request, jobs_pb2.CancelJobResponse, lambda answer: results.job(answer.job))
 
 
-def _receipts(request_id: str, limit: int, within: float) -> _Question[list[Receipt]]:
+def receipts(request_id: str, limit: int, within: float) -> Question[list[Receipt]]:
     request = admin_pb2.ListReceiptsRequest()
     _set(request, "request_id", request_id)
     _set(request, "limit", limit)
     _set(request, "within_seconds", within)
-    return _Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, results.receipts)
+    return Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, results.receipts)

@@ -12,7 +12,7 @@ from tandem.grpc_errors import from_rpc
 from tandem.results import Piece
 from tandem.rpc.request_builder import _set
 from tandem.rpc.stream_reader import StreamReader
-from tandem.rpc.unary_calls import _Question
+from tandem.rpc.unary_calls import Question
 from tandem.v1 import jobs_pb2
 
 MAX_WATCH_TRIES, MAX_WATCH_PAUSE_S = 20, 2.0
@@ -51,5 +51,5 @@ def _late(timeout: float | None, reader: StreamReader) -> str:
     return f"{'the deadline' if timeout is None else f'the deadline of {timeout:g} s'} passed; {came}"
 
 
-def _unanswered(question: _Question[Any]) -> str:
+def _unanswered(question: Question[Any]) -> str:
     return f"{question.path.rpartition('/')[2]} was not answered within {question.timeout:g} s"

@@ -243,7 +243,7 @@ async def test_a_job_that_must_call_a_tool_goes_on_with_its_call(
         await of_each(cluster.client._pieces(request, None), expected)
 
         async def submit(client: AsyncClient) -> Any:
-            return (await client._ask(unary_calls._submit([request])))[0]
+            return (await client._ask(unary_calls.submit([request])))[0]
 
         assert await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= 8) == expected
 
@@ -261,7 +261,7 @@ async def test_a_call_that_a_job_began_at_a_lost_router_is_one_call(
         assert len(whole.token_ids) > tokens
 
         async def submit(client: AsyncClient) -> Any:
-            return (await client._ask(unary_calls._submit([request])))[0]
+            return (await client._ask(unary_calls.submit([request])))[0]
 
         await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= tokens)
         kept = completion([piece async for piece in cluster.client.watch("call")])
