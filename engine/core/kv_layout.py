@@ -93,15 +93,8 @@ class KvLayout:
         return -(-self.state_bytes // self.block_bytes)
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Omits the host's digest and
-        absent states, as older versions do, which may share a pool with this one."""
-        known = asdict(self)
-        if self.digest == HOST_DIGEST:
-            del known["digest"]
-        for name in ("states", "state_bytes", "state_kernels"):
-            if not known[name]:
-                del known[name]
-        return json.dumps(known, sort_keys=True, separators=(",", ":"))
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> KvLayout:
@@ -110,7 +103,7 @@ class KvLayout:
         raw: dict[str, Any] = json.loads(text)
         if later := sorted(raw.keys() - {field.name for field in fields(cls)}):
             raise ValueError(f"a layout of a later version, with {', '.join(later)}")
-        states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw.get("states", ()))
+        states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw["states"])
         return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"]), "states": states})
 
     def hash(self) -> str:

@@ -74,7 +74,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class KeptJob(_message.Message):
-    __slots__ = ("request", "tenant", "layout_hash", "deadline", "trace")
+    __slots__ = ("request", "tenant", "deadline", "trace")
     class TraceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,15 +84,13 @@ class KeptJob(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     request: _generation_pb2.GenerateRequest
     tenant: str
-    layout_hash: str
     deadline: float
     trace: _containers.ScalarMap[str, str]
-    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., layout_hash: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cluster.state.registry import WorkerRecord
 from engine import kernels
 from kvtransfer.types import Peer
 from services.router.preprocess.request import Request
@@ -321,24 +320,3 @@ async def another(cluster: Any, tiny: Path, tmp_path: Path, change: dict[str, An
     cluster.settings = cluster.settings.model_copy(update=change)
     await cluster.start_worker("decode-1")
     await cluster.seen(3)
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_worker_of_an_older_minor_version_is_in_a_pair(
-    inside: Any, tiny: Path, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose record does not say what its KV means is paired by its layout, as before."""
-    text = WorkerRecord.text
-
-    def older(record: WorkerRecord) -> str:
-        said = json.loads(text(record))
-        if record.role == side:
-            del said["kv_meaning"], said["tp"]
-        return json.dumps(said)
-
-    monkeypatch.setattr(WorkerRecord, "text", older)
-    prompts = oracle.prompts(tiny, [20, 70])
-    async with inside() as cluster:
-        for done, prompt in zip(await answers(cluster, prompts), prompts, strict=True):
-            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
-            assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)

@@ -26,7 +26,7 @@ RECORD = WorkerRecord(
     pid=1,
     incarnation="a",
     address="h:1",
-    layout_hash="L",
+    computes_with="L",
     max_model_len=1024,
     block_size=16,
     max_running=2,
@@ -697,10 +697,9 @@ async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobod
     assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]
 
 
-@pytest.mark.parametrize("change", [{"layout_hash": "M"}, {"computes_with": "other"}])
-async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens(change: dict[str, str]) -> None:
+async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens() -> None:
     """At once, and it keeps no other request waiting; while no worker is known, it waits as all do."""
-    scheduler = RequestScheduler(seen(replace(RECORD, **change)), 0.2, RoutingConfig())
+    scheduler = RequestScheduler(seen(replace(RECORD, computes_with="M")), 0.2, RoutingConfig())
     begun = Begun("L")
     with pytest.raises(ResumeFailed) as failed:
         await once(scheduler, begun=True, begun_with=begun)
@@ -719,7 +718,7 @@ async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting
     again. In the control it stays at the head of the queue."""
     if not apart:
         monkeypatch.setattr(DecodePool, "serves_others", lambda self, begun: False)
-    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, layout_hash="M")
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, computes_with="M")
     scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
     begun = {"begun": True, "begun_with": Begun("L")}
     async with scheduler.placed(10, 20, 5.0, **begun) as first:  # type: ignore[arg-type]
@@ -736,7 +735,7 @@ async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting
 
 async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
     """Aside or not."""
-    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, layout_hash="M")
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, computes_with="M")
     view = seen(mine, other)
     scheduler = RequestScheduler(view, 5.0, RoutingConfig())
     begun = {"begun": True, "begun_with": Begun("L")}
@@ -753,7 +752,7 @@ async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
 async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None:
     """It waited aside, and its last look finds the room that a record has shown meanwhile. Placed again by the next
     dispatch, it left its first placement in the account of the worker for good."""
-    mine, other = replace(RECORD, max_running=1, running=1), replace(RECORD, worker_id="decode-1", layout_hash="M")
+    mine, other = replace(RECORD, max_running=1, running=1), replace(RECORD, worker_id="decode-1", computes_with="M")
     view = seen(mine, other)
     scheduler = RequestScheduler(view, 0.3, RoutingConfig())
     await scheduler.keep_up()
@@ -776,7 +775,10 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
 async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_that_it_waits_for() -> None:
     """They go to other workers, though its own has room for each of them: of the room that it takes for the stream,
     each would take a part as it comes. Streams aside are placed in their order for the same reason."""
-    mine, other = replace(RECORD, worker_id="decode-1", blocks_held=50), replace(RECORD, layout_hash="M", max_running=9)
+    mine, other = (
+        replace(RECORD, worker_id="decode-1", blocks_held=50),
+        replace(RECORD, computes_with="M", max_running=9),
+    )
     scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
     begun: Any = {"begun": True, "begun_with": Begun("L")}
     async with AsyncExitStack() as stack:
@@ -825,7 +827,10 @@ async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None
 
 async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     """Its workers have room for it, and a longer stream waits for more of them: refused, it would be lost."""
-    mine, other = replace(RECORD, worker_id="decode-1", blocks_held=80), replace(RECORD, layout_hash="M", max_running=9)
+    mine, other = (
+        replace(RECORD, worker_id="decode-1", blocks_held=80),
+        replace(RECORD, computes_with="M", max_running=9),
+    )
     scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
     begun: Any = {"begun": True, "begun_with": Begun("L")}
 

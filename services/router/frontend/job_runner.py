@@ -22,7 +22,6 @@ from cluster.state.registry import WorkerRecord
 from services.router.models import Models
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ServedModel
-from services.router.routing.worker_table import computes_with
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
@@ -244,7 +243,7 @@ class JobRunner:
         workers = served.decode_workers()
         if not workers:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        if goes_on(stored, job.kept.layout_hash, workers):
+        if goes_on(stored, workers):
             job.homeless_since = None
             return
         job.homeless_since = job.homeless_since or monotonic()
@@ -254,13 +253,10 @@ class JobRunner:
         raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")
 
 
-def goes_on(stored: ResumeState, layout_hash: str, workers: Sequence[WorkerRecord]) -> bool:
-    """Whether each open completion with tokens has a decode worker that computes the same remaining ones. Tokens of an
-    older version do not record what computed them; then all workers must have the job's layout."""
+def goes_on(stored: ResumeState, workers: Sequence[WorkerRecord]) -> bool:
+    """Whether each open completion with tokens has a decode worker that computes the same remaining ones."""
     begun = stored.deltas.keys() - stored.ended
-    if begun - stored.computes_with.keys():
-        return all(worker.layout_hash == layout_hash for worker in workers)
-    return {stored.computes_with[choice] for choice in begun} <= {computes_with(worker) for worker in workers}
+    return {stored.computes_with.get(choice) for choice in begun} <= {worker.computes_with for worker in workers}
 
 
 def open_journal(settings: Settings) -> JobJournal:

@@ -202,7 +202,6 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
-            layout_hash=self._models.named(request.model).served.facts().layout_hash,
             deadline=time() + self._settings.job_timeout_s,
             trace=dict(span.headers),
         )

@@ -21,7 +21,6 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # as ServedModel.adapters
-    layout_hash: str = ""  # of the KV
 
 
 class ServedModel:
@@ -62,7 +61,6 @@ class ServedModel:
                 vocab_size=longest.vocab_size,
                 eos_token_ids=tuple(longest.eos_token_ids),
                 adapters=adapters,
-                layout_hash=longest.layout_hash,
             )
         if self._facts is None:
             raise NoWorker("no decode worker has started yet; `tandem workers` shows the pools", retry_after=2.0)

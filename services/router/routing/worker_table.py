@@ -48,7 +48,6 @@ class WorkerTable:
         self._records: dict[str, WorkerRecord] = {}  # records that the pools have
         self._local: dict[str, _LocalChanges] = {}
         self._absent: dict[str, float] = {}  # since when an account has no record
-        self._meanings: dict[str, str] = {}  # layout hash -> meaning of its KV, from records that have it
         self._changed: set[str] = set()  # ids whose account has changed since their candidate was made
         self._resting: list[tuple[float, str]] = []  # a heap: until when a worker is left alone
         self._placements = 0
@@ -129,11 +128,6 @@ class WorkerTable:
             self._drop(before)
         self._records[record.worker_id] = record
         self._absent.pop(record.worker_id, None)
-        if record.kv_meaning and record.layout_hash not in self._meanings:
-            self._meanings[record.layout_hash] = record.kv_meaning
-            for other in self._records.values():  # of an older version, whose record lacks it
-                if other.layout_hash == record.layout_hash and not other.kv_meaning:
-                    self._changed.add(other.worker_id)
         self._put(record)
 
     def _drop(self, record: WorkerRecord) -> None:
@@ -154,7 +148,7 @@ class WorkerTable:
             record.worker_id,
             record.incarnation,
             record.address,
-            record.kv_meaning or self._meanings.get(record.layout_hash, record.layout_hash),
+            record.kv_meaning,
             running if running > 0 else 0,
             record.max_running,
             record.blocks_total - (held if held > 0 else 0),
@@ -168,7 +162,7 @@ class WorkerTable:
             local.last_used,
             record.state is State.READY and (not rests_until or monotonic() >= rests_until),
             record.sum_order,
-            computes_with(record),
+            record.computes_with,
             record.tp,
             record.state_blocks,
             record.eos_token_ids,
@@ -185,11 +179,6 @@ class WorkerTable:
         local.running += running
         local.blocks += blocks
         self._changed.add(worker.worker_id)
-
-
-def computes_with(record: WorkerRecord) -> str:
-    """The record's value, or its substitute for a record of an older version."""
-    return record.computes_with or record.layout_hash
 
 
 def _both(placement: Placement) -> Iterable[WorkerSnapshot]:
