@@ -5,20 +5,18 @@ A measurement's module is imported when its name is on the command line, so that
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import getdoc
-from types import FrameType
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from loadtest.harness.interrupts import unwinding
 from loadtest.harness.options import expanded
 from tandem.errors import TandemError
 
@@ -51,48 +49,36 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "machine": Measurement("harness.machine:main", "peaks of products and reading, and the floors that follow"),
     },
     "One part (microbench)": {
-        "bench": Measurement("bench:main", "`make bench`: step, link, hop, ttft, spec, telemetry"),
-        "step": Measurement("bench:step_alone", "the engine's packed step, compared with transformers"),
-        "link": Measurement("bench:link_alone", "KV over NIXL and Gloo and the digest, compared with memcpy"),
+        "bench": Measurement("bench:main", "`make bench`: step, link, hop, ttft, spec, telemetry, or --only some"),
         "links": Measurement("microbench.link_failures:main", "links that fail again and again: what remains of them"),
-        "hop": Measurement("bench:hop_alone", "latency and CPU that the router adds"),
-        "spec": Measurement("bench:spec_alone", "speculative decoding, compared with none"),
-        "telemetry": Measurement("bench:telemetry_alone", "CPU of traces and metrics"),
-        "attention": Measurement("microbench.attention:main", "attention of one layer, compared with torch's"),
+        "attention": Measurement("microbench.attention:main", "attention of one layer, also with quantised KV"),
         "machine-code": Measurement("microbench.machine_code:main", "GPU kernels as machine code, without a GPU"),
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "ranks": Measurement("microbench.ranks:main", "a worker of several ranks against one of several threads"),
         "recurrence": Measurement("microbench.recurrence:main", "one recurrent layer, compared with transformers"),
-        "kv": Measurement("microbench.kv:main", "int8 and fp8 KV: attention time, and distance of the logits"),
-        "quality": Measurement("microbench.quality:main", "quantised weights: agreement with the checkpoint's answers"),
+        "quality": Measurement("microbench.quality:main", "quantised weights or KV: agreement of the answers"),
         "families": Measurement("microbench.families:main", "every model type of transformers: served or refused"),
         "adapters": Measurement("microbench.adapters:main", "LoRA adapters: seconds of a step with and without"),
-        "masks": Measurement("microbench.masks:main", "grammar masks: what they add to a decode step"),
         "device-kernels": Measurement("microbench.device_kernels:main", "a GPU's kernels against what they must equal"),
         "device": Measurement("microbench.device:main", "a GPU's steps and prefill as shares of its own floors"),
     },
     "A whole cluster (scenarios)": {
-        "ttft": Measurement("bench:ttft_alone", "disaggregated and local prefill: time to first token"),
         "prefix": Measurement("scenarios.prefix:main", "placing by cached prefix, on conversations of a trace"),
         "breakeven": Measurement("scenarios.breakeven:main", "whether the router chooses the faster prefill path"),
         "overload": Measurement("scenarios.overload:main", "goodput at three times the capacity"),
         "burst": Measurement("scenarios.burst:main", "the autoscaler compared with fixed pools, on a trace's burst"),
         "ray-autoscale": Measurement("scenarios.ray_nodes.autoscale:main", "Ray's autoscaler: nodes join and leave"),
-        "start": Measurement("scenarios.start:main", "start-up: seconds of each stage, memory, first request"),
         "scale": Measurement("scenarios.scale:main", "router with 1,000 workers: placing, refreshing, a long queue"),
         "scale-registry": Measurement("scenarios.scale_registry:main", "registry with many workers, routers and jobs"),
-        "flood": Measurement("scenarios.flood:main", "a client that floods the router with streams and connections"),
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
         "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
-        "watchers": Measurement("scenarios.watchers:main", "latency of a polite client during the jobs of another"),
         "fuzz": Measurement("scenarios.fuzz:main", "generated requests: documented answers only, no worker dies"),
         "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),
         "chaos": Measurement("scenarios.chaos.run:main", "random faults under load: no answer may differ by a token"),
     },
     "Other software (comparison)": {
-        "experiment": Measurement("comparison.experiments:main", "goodput and interference of systems side by side"),
-        "peers": Measurement("comparison.peers:main", "vLLM, Dynamo and other engines in turn (`make peers`)"),
-        "clients": Measurement("comparison.clients:main", "guidellm, AIPerf and `vllm bench serve` on Tandem"),
+        "goodput": Measurement("comparison.rate_search:main", "the highest rate of systems, one after another"),
+        "peers": Measurement("comparison.peers:main", "vLLM and other engines in turn (`make peers`)"),
         "sdks": Measurement("comparison.sdks:main", "agents and SDKs on Tandem: openai, anthropic, LangChain, ..."),
     },
 }  # fmt: skip
@@ -158,7 +144,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(**options: Any) -> int | None:
         try:
-            with _signals_unwind():
+            with unwinding():
                 code: int | None = function(**options)
                 return code
         except TandemError as error:
@@ -174,18 +160,3 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = function.__signature__  # type: ignore[attr-defined]
     run.__annotations__ = {}
     return run
-
-
-@contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that every `with` block ends what it started."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,27 +5,24 @@ docs/measuring.md describes each part and the installation of the peers. All pro
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadtest.comparison import engines, frontend, interference, serve, soak
+from loadtest.comparison import engines, interference, serve, soak
 from loadtest.comparison.peer_servers import SIDES, Peers
 from loadtest.harness import machine
 from loadtest.harness.machine import conditions
 from loadtest.harness.options import PEERS_HOME, Home, Json, Quick, Script, names, numbers
-from loadtest.harness.section_table import FILE_WIDTH, show
+from loadtest.harness.progress import progress
+from loadtest.harness.section_table import finish
 from loadtest.harness.stats import Section, Tick
 from tandem.settings import Settings
 
-PARTS = ("serve", "interference", "engines", "soak", "exposed", "frontend")
+PARTS = ("serve", "interference", "engines", "soak")
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,8 @@ def planned(changes: Changes) -> dict[str, Any]:
         "serve": serve.Plan(shapes=("SmolLM2-135M",), runs=1, waves=1) if quick else serve.Plan(),
         "interference": interference.Plan(rounds=1, seconds=20.0, settle=3.0) if quick else interference.Plan(),
         "engines": engines.Plan(rounds=2, steps=6) if quick else engines.Plan(),
-        "soak": soak.Plan(requests=200, samples=10, repeats=2) if quick else soak.Plan(),
-        "frontend": frontend.Plan(rounds=1, seconds=1.0, alone=20) if quick else frontend.Plan(),
+        "soak": soak.Plan(requests=200, samples=10) if quick else soak.Plan(),
     }
-    plans["exposed"] = plans["soak"]
     summaries: dict[str, dict[str, Any]] = {
         "serve": {
             "shapes": changes.shape and names(changes.shape, serve.Plan.shapes),
@@ -73,8 +68,6 @@ def planned(changes: Changes) -> dict[str, Any]:
             "rounds": changes.runs,
         },
         "soak": {"requests": changes.requests},
-        "exposed": {"repeats": changes.runs},
-        "frontend": {"rounds": changes.runs},
     }
     return {
         part: replace(plans[part], **{name: value for name, value in summaries[part].items() if value})
@@ -88,14 +81,12 @@ def measure(part: str, plan: Any, peers: Peers, tick: Tick) -> list[Section]:
         "interference": lambda: interference.run(peers, plan, tick),
         "engines": lambda: engines.run(peers, plan, tick),
         "soak": lambda: [soak.run(peers, plan, tick)],
-        "exposed": lambda: [soak.run_exposed(peers, plan, tick)],
-        "frontend": lambda: frontend.run(peers, plan, tick),
     }
     return run[part]()
 
 
 def main(
-    part: Annotated[Literal["serve", "interference", "engines", "soak", "exposed", "frontend"], typer.Argument()],
+    part: Annotated[Literal["serve", "interference", "engines", "soak"], typer.Argument()],
     changes: Changes,
     results: Json = None,
     settings: Annotated[str, typer.Option("--set", metavar="NAME=VALUE,...", help="Settings of Tandem.")] = "",
@@ -104,28 +95,11 @@ def main(
 ) -> int:
     plan, chosen = planned(changes)[part], _settings(settings)
     before, began = conditions(), monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task(part, total=plan.exposed_ticks if part == "exposed" else plan.ticks)
-
-        def tick(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-            if not errors.is_terminal:
-                print(f"{monotonic() - began:7.1f} s  {what}", file=sys.stderr, flush=True)
-
+    with progress(part, plan.ticks) as (tick, _):
         about = machine.measure(machine.usable_threads(), machine.QUICK if changes.quick else machine.Plan())
         sections = measure(part, plan, Peers(script, home.expanduser(), chosen), tick)
-    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    machine.show(about, console)
-    for section in sections:
-        show(section, console)
-    console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
-    if results:
-        report = {"conditions": before, "machine": about.to_dict(), "seconds": monotonic() - began}
-        report |= {"plan": vars(plan), "set": chosen}
-        report["sections"] = [section.to_dict() for section in sections]
-        results.write_text(json.dumps(report, indent=1) + "\n")
+    by_title = {section.title: section for section in sections}
+    finish(about, by_title, before, began, results, plan=vars(plan), set=chosen)
     return 0
 
 

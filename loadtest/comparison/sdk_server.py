@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.free_port import free_port
 from loadtest.harness.demo_model import DEMO
-from loadtest.harness.processes import Local
+from loadtest.harness.processes import Local, free_port
 
 MODEL = "demo"
 KEY = "a-key-of-the-sdk-checks"

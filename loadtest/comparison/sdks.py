@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from loadtest.comparison.sdk_clients import CLIENTS, command, program, version
 from loadtest.comparison.sdk_server import Target, server
 from loadtest.harness.options import PEERS_HOME, Home, Json, names
-from loadtest.harness.section_table import FILE_WIDTH
+from loadtest.harness.stats import console
 
 TIMEOUT_S = 900.0
 LINE = '{"check"'
@@ -102,8 +101,7 @@ def main(
     table = Table("client", "version", "what", "result", "detail")
     for check in checks:
         table.add_row(check.client, versions[check.client], check.name, "ok" if check.ok else "FAILED", check.detail)
-    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    console.print(table, markup=False)
+    console().print(table, markup=False)
     if results:
         results.write_text(
             json.dumps([asdict(check) | {"version": versions[check.client]} for check in checks], indent=1) + "\n"

@@ -1,14 +1,12 @@
-"""Many small requests through one `tandem up`: memory must stay flat and the ledger balanced. Also measures the part of
-a transfer that a client waits for."""
+"""Many small requests through one `tandem up`: memory must stay flat and the ledger balanced."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import psutil
 
@@ -18,34 +16,23 @@ from loadtest.harness.stats import Row, Section, Spread, Tick, ratios, sparkline
 from tandem.async_client import AsyncClient
 from tandem.cluster_results import Audit
 from tandem.errors import InternalError
-from tandem.results import Receipt
 
-SHAPE, VOCAB = "SmolLM2-135M", 49152
 FLAT = 1.0  # MiB for a thousand requests
 
 
 @dataclass(frozen=True)
 class Plan:
     """`requests` to the demo model, `at_once`, sampled `samples` times; the first fifth warms up. Few KV blocks, so
-    that all of them are touched while it does. `prompts` and `repeats` are for the exposed transfer."""
+    that all of them are touched while it does."""
 
     requests: int = 10_000
     at_once: int = 16
     samples: int = 50
     kv_blocks: int = 512
-    prompts: tuple[int, ...] = (512, 2048)
-    repeats: int = 9
 
     @property
     def ticks(self) -> int:
         return 1 + self.samples
-
-    @property
-    def exposed_ticks(self) -> int:
-        return 1 + len(self.prompts)
-
-
-# ---- memory
 
 
 def run(peers: Peers, plan: Plan, tick: Tick) -> Section:
@@ -127,59 +114,3 @@ async def _balanced(client: AsyncClient) -> Audit:
 def slope(requests: Sequence[float], mib: Sequence[float]) -> float:
     """MiB per 1,000 requests, least squares; 0 for less than two samples."""
     return statistics.linear_regression(requests, mib).slope * 1000 if len(requests) > 1 else 0.0
-
-
-# ---- exposed transfer
-
-
-def run_exposed(peers: Peers, plan: Plan, tick: Tick) -> Section:
-    """Raises InternalError when a prompt took another path."""
-    tick(f"starting tandem-pd with {SHAPE}")
-    server = Tandem("pd", peers.checkpoint(SHAPE), **{"local_prefill": "never", **peers.settings})
-    with started([server]):
-        return asyncio.run(_exposed(server, plan, tick))
-
-
-async def _exposed(server: Tandem, plan: Plan, tick: Tick) -> Section:
-    rows = []
-    async with AsyncClient(server.target) as client:
-        await _ask(client, max(plan.prompts))  # warms up
-        for length in plan.prompts:
-            tick(f"{plan.repeats} prompts of {length} tokens")
-            rows += _shares(length, [await _ask(client, length) for _ in range(plan.repeats)])
-    read = "share of the time to first token. receipt: first token's arrival to the commit of the last block"
-    notes = [
-        "client: the interval from the first token to the second, less the median of the following ones: what a reader"
-        " waits longer for the second token than for any other, so also the way from commit to the next step",
-        "promised: at most 0.05; idle cluster, one core each, every prompt on the prefill worker",
-    ]
-    return Section("Exposed transfer", read, rows, notes)
-
-
-async def _ask(client: AsyncClient, length: int) -> tuple[Receipt, float]:
-    """The receipt, and by how much the second token came later than the following ones did, in seconds."""
-    at: list[float] = []
-    receipt = None
-    clock = asyncio.get_running_loop().time
-    async for piece in client.stream(random.choices(range(VOCAB), k=length), max_tokens=16, ignore_eos=True):
-        at += [clock()] * len(piece.token_ids)
-        receipt = piece.receipt or receipt
-    assert receipt is not None
-    if receipt.path != "disaggregated" or receipt.transfer is None or receipt.cached_tokens:
-        raise InternalError(f"the prompt of {length} tokens went another way: {receipt.to_dict()}")
-    gaps = [b - a for a, b in pairwise(at)]
-    return receipt, max(0.0, gaps[0] - statistics.median(gaps[1:]))
-
-
-def _shares(length: int, asked: Sequence[tuple[Receipt, float]]) -> list[Row]:
-    ttft = [receipt.ttft for receipt, _ in asked]
-    reported: Callable[[Receipt], float] = lambda receipt: receipt.transfer.exposed if receipt.transfer else 0.0  # noqa: E731
-    sides = {"receipt": [reported(receipt) for receipt, _ in asked], "client": [late for _, late in asked]}
-    return [
-        Row(
-            f"{length} tokens, {name}",
-            ratios(exposed, ttft),
-            {"exposed": (Spread.of(exposed), "s"), "TTFT": (Spread.of(ttft), "s")},
-        )
-        for name, exposed in sides.items()
-    ]

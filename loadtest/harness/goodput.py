@@ -178,6 +178,9 @@ METRICS: dict[str, Callable[[Outcome], float | None]] = {
 }
 
 
+Say = Callable[[Load, float], None]  # called now and then with the load so far, and seconds since its beginning
+
+
 @dataclass
 class Side:
     """One system and its loads. `bests`: the highest rate that kept the objective, once for each search."""

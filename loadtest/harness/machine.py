@@ -26,7 +26,7 @@ from engine.kernels import REFERENCE, described, fresh_memory, serving, sum_orde
 from engine.kernels.speed_check import processor
 from loadtest.harness.options import Json, Quick, numbers
 from loadtest.harness.random_checkpoints import REAL
-from loadtest.harness.stats import in_turn, taken
+from loadtest.harness.stats import console, in_turn, taken
 
 CPU = torch.device("cpu")
 GEMM = (512, 2048, 2048)  # rows, inner, columns
@@ -208,7 +208,7 @@ def usable_threads() -> list[int]:
     return sorted({1, describe()["cores"]})
 
 
-def show(machine: Machine, console: Console) -> None:
+def show(machine: Machine, out: Console) -> None:
     title = f"{machine.processor}: {', '.join(machine.instructions)}; operators: {machine.operators}"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("peak, or floor that follows from it")
@@ -222,8 +222,8 @@ def show(machine: Machine, console: Console) -> None:
     for shape in FLOORS:
         for what, seconds in machine.floors(shape).items():
             table.add_row(f"{shape}, bfloat16: {what}", *(f"{value * 1e3:.1f} ms" for value in seconds))
-    console.print(table)
-    console.print()
+    out.print(table)
+    out.print()
 
 
 def main(
@@ -232,6 +232,6 @@ def main(
     results: Json = None,
 ) -> None:
     machine = measure(numbers(threads) if threads else usable_threads(), QUICK if quick else Plan())
-    show(machine, Console() if sys.stdout.isatty() else Console(width=120))
+    show(machine, console())
     if results:
         results.write_text(json.dumps(machine.to_dict(), indent=1) + "\n")

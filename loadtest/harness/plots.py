@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from loadtest.harness.goodput import Load, Metric, Objective, Side
 from loadtest.harness.stats import percentile
@@ -38,7 +36,7 @@ STYLE: Any = {
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10},
     **{"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0},
 }
-MOST_TICKS = 6
+SECONDS = EngFormatter(unit="s")
 WIDE = (10.4, 3.4)  # inches
 HALF = (5.6, 3.5)
 
@@ -61,8 +59,6 @@ def draw(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     with matplotlib.rc_context(STYLE):
         plots = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
         shown = comparable(sides)
-        if any(outcome.beside for side in sides for load in side.loads for outcome in load.outcomes):
-            return [*plots, *_stalls(sides)]
         if not any(load.counted for load in shown.values()):
             return plots
         return [*plots, *_shares(shown, objective), _in_time(shown, objective)]
@@ -131,7 +127,7 @@ def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
             values = [(load.offered, load.values(metric)) for load in side.loads]
             _line(axes, place, side.name, [(rate, percentile(those, share)) for rate, those in values if those])
         if bound:
-            _limit(axes, bound, f"objective: {_time(bound)}")
+            _limit(axes, bound, f"objective: {SECONDS(bound)}")
         axes.set(xlabel="offered rate (requests/s)", ylabel=f"{metric.upper()} p{share * 100:.0f}", xlim=(0, None))
         _logarithmic(axes)
         _legend(axes)
@@ -150,16 +146,8 @@ def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
             continue
         if bound:
             axes.axvline(bound, color=LIMIT, linewidth=1.3)
-            axes.text(
-                bound,
-                3,
-                f"objective: {_time(bound)} ",
-                color=LIMIT,
-                va="bottom",
-                ha="right",
-                fontsize=9.5,
-                in_layout=False,
-            )
+            look: Any = {"color": LIMIT, "va": "bottom", "ha": "right", "fontsize": 9.5, "in_layout": False}
+            axes.text(bound, 3, f"objective: {SECONDS(bound)} ", **look)
         _seconds(axes.xaxis)
         axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="at most so long (%)")
         _legend(axes)
@@ -197,68 +185,6 @@ def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
     panels[-1].set_xlabel("when it was sent (s)")
     read = "Each request's time to first token, where it was sent. The line is the objective."
     return Plot("Requests in time", read, _svg(figure), wide=True)
-
-
-# ---- steady streams and what disturbs them
-
-
-def _stalls(sides: Sequence[Side]) -> list[Plot]:
-    disturbed = {
-        side.name: [load for load in side.loads if any(outcome.beside for outcome in load.outcomes)] for side in sides
-    }
-    figure = _sheet((WIDE[0], 0.7 + 2.2 * len(sides)))
-    panels: Any = figure.subplots(len(sides), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for place, (axes, side) in enumerate(zip(panels, sides, strict=True)):
-        axes.set_title(side.name, loc="left", fontsize=10.5)
-        axes.set_ylabel("gap")
-        for load in disturbed[side.name][-1:]:
-            for outcome in (outcome for outcome in load.outcomes if outcome.beside):
-                until = outcome.times[0] if outcome.times else outcome.ended
-                axes.axvspan(outcome.sent - load.warmup, until - load.warmup, color=SPAN, alpha=0.45, linewidth=0)
-            gaps = [(at - load.warmup, gap) for at, gap in load.gaps()]
-            if gaps:
-                axes.scatter(*zip(*gaps, strict=True), s=5, color=SIDES[place % 4], linewidths=0, alpha=0.75)
-        _logarithmic(axes)
-    panels[-1].set_xlabel("time (s)")
-    read = "Every gap between two messages of a steady stream. Shaded: a long prompt, until its first token."
-    plots = [Plot("Gaps in the steady streams", read, _svg(figure), wide=True)]
-
-    rows = [(place, side.name, load) for place, side in enumerate(sides) for load in side.loads if load.values("itl")]
-    figure, axes = _figure((WIDE[0], 0.9 + 0.55 * len(rows)))
-    for row, (place, _, load) in enumerate(rows):
-        values = load.values("itl")
-        for shift, value in ((-0.2, percentile(values, 0.99)), (0.2, max(values))):
-            bar = axes.barh(row + shift, value, 0.38, color=SIDES[place % 4], alpha=0.45 if shift < 0 else 1.0)
-            axes.bar_label(bar, [_time(value)], fontsize=9, padding=3)
-    names = [f"{name}, {load.name if load in disturbed[name] else 'alone'}" for _, name, load in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("gap")
-    axes.grid(axis="y", visible=False)
-    _seconds(axes.xaxis)
-    axes.margins(x=0.08)
-    plots.append(
-        Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure), True)
-    )
-
-    figure, axes = _figure(HALF)
-    gaps_of = {name: [gap for load in loads for gap in load.values("itl")] for name, loads in disturbed.items()}
-    if _cumulative(axes, gaps_of):
-        axes.set(xlabel="gap, logarithmic", ylabel="at most so long (%)")
-        axes.set_yscale("function", functions=(_tail, _untail))
-        axes.set_yticks([50, 90, 99, 99.9])
-        axes.set_ylim(0, 99.97)
-        _legend(axes)
-        plots.append(Plot("Gaps while disturbed", "Share of all gaps; the scale widens the tail.", _svg(figure)))
-    return plots
-
-
-def _tail(percent: Any) -> Any:
-    return -np.log10(np.maximum(1 - np.asarray(percent) / 100, 1e-6))
-
-
-def _untail(value: Any) -> Any:
-    return 100 * (1 - 10 ** -np.asarray(value))
 
 
 # ---- pieces
@@ -316,33 +242,9 @@ def _logarithmic(axes: Axes) -> None:
 
 def _seconds(axis: Any) -> None:
     if axis.get_scale() == "log":
-        axis.set_major_locator(FixedLocator(ticks(*axis.get_view_interval())))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """As many round values as have room on a logarithmic axis."""
-    chosen: list[float] = []
-    for leads in (
-        (1,),
-        (1, 3),
-        (1, 2, 5),
-        (1, 1.5, 2, 3, 5, 7),
-        (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
-    ):
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        more = [lead * 10.0**decade for decade in decades for lead in leads if low <= lead * 10.0**decade <= high]
-        if chosen and len(more) > MOST_TICKS:
-            break
-        chosen = more
-    return chosen[:: math.ceil(len(chosen) / MOST_TICKS)] if chosen else []
-
-
-def _time(value: float) -> str:
-    if value <= 0:
-        return "0"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    axis.set_major_formatter(SECONDS)
 
 
 def _legend(axes: Axes, outside: bool = False) -> None:

@@ -169,13 +169,13 @@ def ratios(report: Report) -> list[Ratio]:
 
 RATIOS = {
     **{"goodput": "more", "tokens/s": "more", "ttft p50": "less", "ttft p99": "less", "tpot p50": "less"},
-    **{"itl p99": "less", "itl max": "less"},
+    "itl p99": "less",
 }
 
 
 def _values(load: Load, objective: Objective) -> dict[str, float]:
     percentiles = {f"{name} {share}": at for name, shares in load.latencies().items() for share, at in shares.items()}
-    return percentiles | {"goodput": load.goodput(objective) if load.rate else 0.0, "tokens/s": load.throughput}
+    return percentiles | {"goodput": load.goodput(objective), "tokens/s": load.throughput}
 
 
 def failures(loads: Sequence[Load]) -> list[tuple[int, str]]:
@@ -232,7 +232,7 @@ def lines(loads: Sequence[Load], objective: Objective) -> list[str]:
     for load in loads:
         kept = f"{load.attainment(objective):.0%} kept the objective (goodput {load.goodput(objective):.2f}/s)"
         parts = [
-            *([f"{load.offered:.2f} requests/s offered", kept] if load.rate else []),
+            *(f"{load.offered:.2f} requests/s offered", kept),
             f"{load.throughput:.0f} tokens/s",
             *(f"{name.upper()} {ms(at['p50'])}, p99 {ms(at['p99'])}" for name, at in load.latencies().items()),
             *(f"{state} {load.count(state)}" for state in get_args(State) if load.count(state)),

@@ -1,16 +1,38 @@
-"""Prints the sections of a report as tables."""
+"""Prints the sections of a report as tables, and writes them to a file."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.harness.stats import Section, Spread
+from loadtest.harness import machine
+from loadtest.harness.machine import Machine
+from loadtest.harness.stats import Section, Spread, console
 
-FILE_WIDTH = 150  # columns, where the output is not a terminal
+
+def finish(
+    about: Machine, sections: Mapping[str, Section], before: dict[str, Any], began: float, to: Path | None, **more: Any
+) -> None:
+    """Prints what was measured since `began`, under the conditions `before`, and writes it with `more` to a file."""
+    out, seconds = console(), monotonic() - began
+    machine.show(about, out)
+    for section in sections.values():
+        show(section, out)
+    out.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
+    out.print(f"measured in {seconds:.0f} s; ratios of one run, medians", style="dim", highlight=False)
+    if to:
+        report = {"conditions": before, "machine": about.to_dict(), "seconds": seconds, **more}
+        report["sections"] = {name: section.to_dict() for name, section in sections.items()}
+        to.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def show(section: Section, console: Console) -> None:
+def show(section: Section, out: Console) -> None:
     table = Table(title=section.title, title_justify="left", title_style="bold", caption=section.read)
     table.caption_justify = "left"
     table.add_column("what", ratio=2)
@@ -22,10 +44,10 @@ def show(section: Section, console: Console) -> None:
         beside = ", ".join(f"{name} {_value(value, unit)}" for name, (value, unit) in row.beside.items())
         half = f"{_number(row.ratio.low)} to {_number(row.ratio.high)}"
         table.add_row(row.what, _number(row.ratio.median), half, str(row.ratio.count), beside)
-    console.print(table)
+    out.print(table)
     for note in section.notes:
-        console.print(f"  {note}", style="dim", highlight=False)
-    console.print()
+        out.print(f"  {note}", style="dim", highlight=False)
+    out.print()
 
 
 def _number(value: float) -> str:

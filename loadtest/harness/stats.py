@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+from rich.console import Console
+
 Tick = Callable[[str], None]  # called with a description before each piece of work, `ticks` times in all
 
 CELLS = "▁▂▃▄▅▆▇█"
+FILE_WIDTH = 150  # columns, where the output is not a terminal
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,8 @@ def sparkline(values: Sequence[float]) -> str:
     """A line of bars from the least to the most; one that varies by less than a MiB is drawn flat."""
     low, span = min(values), max(1.0, max(values) - min(values))
     return "".join(CELLS[int((value - low) / span * (len(CELLS) - 1))] for value in values)
+
+
+def console(width: int = FILE_WIDTH) -> Console:
+    """stdout. `width`: columns where it is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else width)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from time import perf_counter, process_time
 
-from loadtest.harness.goodput import Load, Objective, Outcome
+from loadtest.harness.goodput import Load, Objective, Outcome, Say
 from loadtest.harness.stats import percentile
 from loadtest.loadgen import workload
 from loadtest.loadgen.targets import Message, Target
@@ -23,8 +23,6 @@ TICK_S = 0.01
 LEAD_S = 0.05  # until the first request is sent
 SAY_EVERY = 20  # ticks
 ENOUGH = 100_000  # ticks that are kept: the last quarter of an hour
-
-Say = Callable[[Load, float], None]  # called from time to time with the load so far, and seconds since its beginning
 
 
 def patience(requests: Sequence[Request], objective: Objective) -> float:

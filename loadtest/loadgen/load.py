@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.harness import report as reports
-from loadtest.harness.goodput import Load, Objective, Side
+from loadtest.harness.goodput import Objective, Say, Side
 from loadtest.harness.options import Json, positive
 from loadtest.harness.processes import precedence
+from loadtest.harness.progress import progress
 from loadtest.harness.report import LATE_S, Report
-from loadtest.harness.stats import Tick
 from loadtest.loadgen import plan as plans
 from loadtest.loadgen import targets
-from loadtest.loadgen.generator import Say
 from loadtest.loadgen.plan import Plan, Search, measure
 from tandem.errors import SettingsError
 
@@ -169,30 +165,3 @@ def _show(report: Report) -> None:
         console.print(f"  {note}", style="dim", markup=False)
     for fault in report.faults():
         console.print(f"INVALID: {fault}", style="bold red", markup=False)
-
-
-@contextmanager
-def progress(command: str) -> Iterator[tuple[Tick, Say]]:
-    """A bar on a terminal; elsewhere a line for each thing that begins, and one for each load now and then."""
-    errors, began = Console(stderr=True), monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, redirect_stdout=False) as progress:
-        doing, last = progress.add_task(command, total=None), monotonic()
-
-        def tick(what: str) -> None:
-            progress.update(doing, description=what, total=None)
-            if not errors.is_terminal:
-                print(f"{monotonic() - began:7.1f} s  {what}", file=sys.stderr, flush=True)
-
-        def say(load: Load, now: float) -> None:
-            nonlocal last
-            states = [outcome.state if outcome.ended else "in progress" for outcome in load.outcomes]
-            counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-            late = max((outcome.late for outcome in load.outcomes[-50:]), default=0.0)
-            line = f"{load.name}: {counts or 'nothing sent yet'}; late by {late * 1e3:.0f} ms"
-            progress.update(doing, description=line, total=load.until, completed=min(now, load.until))
-            if not errors.is_terminal and monotonic() - last > 5.0:
-                last = monotonic()
-                print(f"{last - began:7.1f} s  {line}", file=sys.stderr, flush=True)
-
-        yield tick, say

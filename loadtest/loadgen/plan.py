@@ -10,10 +10,10 @@ from typing import Annotated
 
 from typer import Option
 
-from loadtest.harness.goodput import Load, Objective, Side, highest, next_rate
+from loadtest.harness.goodput import Load, Objective, Say, Side, highest, next_rate
 from loadtest.harness.options import Seed, positive
 from loadtest.loadgen import traces, workload
-from loadtest.loadgen.generator import Say, offer, patience, prompts
+from loadtest.loadgen.generator import offer, patience, prompts
 from loadtest.loadgen.targets import Target
 from loadtest.loadgen.workload import Request
 from tandem.errors import SettingsError

@@ -1,4 +1,4 @@
-"""Throughput of the attention of one layer, compared with torch's own.
+"""Throughput of the attention of one layer, compared with torch's own, and with int8 and fp8 KV.
 
 bfloat16; the queries follow --before tokens of each sequence, in pages of 16. Operations are those that the answer
 needs: 4 for an element of a head and a pair of a query and a token that it sees. Times are the least of a call, all
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, thread_time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,13 @@ from engine import kernels
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec
 from engine.kv.kv_quantization import element_dtype, quantise
-from loadtest.harness.options import Repeats, Threads
+from loadtest.harness.options import Repeats, Threads, names
 from loadtest.harness.stats import in_turn
-from loadtest.microbench.kv import BLOCK_SIZE, CPU, Kind
 
+Kind = Literal["auto", "int8", "fp8"]
+KINDS: tuple[Kind, ...] = ("auto", "int8", "fp8")
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
 ENOUGH_BYTES = 1 << 26  # of K and V in all copies: more than the second cache holds
 
 
@@ -96,18 +99,21 @@ def by_torch(case: Case, copies: int) -> Callable[[int], None]:
     return run
 
 
-def measure(case: Case, kind: Kind, orders: list[str], repeats: int) -> None:
+def measure(case: Case, kinds: list[Kind], orders: list[str], repeats: int) -> None:
     token = 4 * case.kv_heads * case.dim * case.batch * (case.before + case.queries)
     copies = max(1, ENOUGH_BYTES // token)
-    own, size = compiled(case, kind, copies)
+    runs: dict[tuple[str, str], Callable[[int], None]] = {}
+    size: dict[str, int] = {}
 
-    def ours(order: str, call: int) -> None:
+    def ours(own: Callable[[int], None], order: str, call: int) -> None:
         torch.ops.tandem.use_order(order)
         own(call)
 
-    runs: dict[str, Callable[[int], None]] = {order: partial(ours, order) for order in orders}
-    if kind == "auto":
-        runs["sdpa"] = by_torch(case, copies)
+    for kind in kinds:
+        own, size[kind] = compiled(case, kind, copies)
+        runs |= {(kind, order): partial(ours, own, order) for order in orders}
+        if kind == "auto":
+            runs[kind, "sdpa"] = by_torch(case, copies)
 
     clock = thread_time if torch.get_num_threads() == 1 else perf_counter
 
@@ -119,11 +125,15 @@ def measure(case: Case, kind: Kind, orders: list[str], repeats: int) -> None:
             taken.append(clock() - start)
         return min(taken)
 
-    for name, taken in in_turn({name: partial(seconds, run) for name, run in runs.items()}, repeats).items():
-        least = min(taken)
+    sides: dict[str, Callable[[], float]] = {
+        f"{kind} | {name}": partial(seconds, run) for (kind, name), run in runs.items()
+    }
+    least = {name: min(taken) for name, taken in in_turn(sides, repeats).items()}
+    for (each, order), (name, best) in zip(runs, least.items(), strict=True):
+        of_first = f"{best / least[f'{kinds[0]} | {order}']:.2f}, {size[each] / size[kinds[0]]:.3f}"
         print(
-            f"| {case.before:,} | {case.queries} | {name} | {least * 1e6:,.0f} | {case.operations / least / 1e9:.0f} |"
-            f" {size / least / 1e9:.1f} |",
+            f"| {case.before:,} | {case.queries} | {name} | {best * 1e6:,.0f} |"
+            f" {case.operations / best / 1e9:.0f} | {size[each] / best / 1e9:.1f} | {of_first} |",
             flush=True,
         )
 
@@ -135,16 +145,19 @@ def main(
     queries: Annotated[int, typer.Option(metavar="N", help="Of each sequence.")] = 512,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences.")] = 1,
     threads: Threads = 1,
-    kv: Annotated[Kind, typer.Option(help="KV dtype.")] = "auto",
+    kv: Annotated[str, typer.Option(metavar="TYPE,...", help=f"KV dtypes, of {', '.join(KINDS)}.")] = "auto",
     orders: Annotated[str, typer.Option(metavar="NAME,...", help="Sum orders; all that work here.")] = "",
     repeats: Repeats = 15,
 ) -> None:
     if kernels.serving(CPU) == kernels.REFERENCE:
         raise SystemExit("needs the compiled operators: python -m engine.kernels.build")
+    chosen = names(kv, KINDS)
+    kinds: list[Kind] = [kind for kind in KINDS if kind in chosen]
     torch.set_num_threads(threads)
     query_heads, kv_heads = (int(n) for n in heads.split("/"))
     tried = orders.split(",") if orders else torch.ops.tandem.orders()
-    print(f"{query_heads}/{kv_heads} heads of {dim}, {batch} sequences, KV {kv}, {threads} threads")
-    print("| tokens before | queries | order | us | GFLOP/s | GB/s |\n|---|---|---|---|---|---|")
+    print(f"{query_heads}/{kv_heads} heads of {dim}, {batch} sequences, {threads} threads")
+    print("| tokens before | queries | KV | order | us | GFLOP/s | GB/s | time and bytes over the first KV's |")
+    print(f"|{'---|' * 8}")
     for tokens in map(int, before.split(",")):
-        measure(Case(query_heads, kv_heads, dim, batch, tokens, queries), kv, tried, repeats)
+        measure(Case(query_heads, kv_heads, dim, batch, tokens, queries), kinds, tried, repeats)

@@ -1,15 +1,15 @@
-"""Effect of quantised weights on a model's answers, and the memory that they save.
+"""Effect of quantised weights, or of quantised KV, on a model's answers, and the memory that the weights save.
 
-The same text goes through the model with the checkpoint's weights and with quantised ones. At every position the two
-distributions of the next token are compared:
+The same text goes through the model as the checkpoint has it and with quantised weights or KV. At every position the
+two distributions of the next token are compared:
 
     same token   share of positions at which both have the same most likely token
     KL           mean divergence of the quantised model's distribution from the checkpoint's, in nats
     loss         mean of -log p(next token of the text), in nats, and its increase
 
 With --checkpoints the others are folders of the same model that are quantised already (GPTQ, AWQ, FP8,
-compressed-tensors). Without --text, the text is docstrings of Python's standard library. The numbers of a model with
-random weights mean nothing.
+compressed-tensors); with --kv the KV alone is quantised. Without --text, the text is docstrings of Python's standard
+library. The numbers of a model with random weights mean nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from __future__ import annotations
 import inspect
 import math
 import pydoc
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -98,26 +100,33 @@ def main(
     checkpoints: Annotated[
         str, typer.Option(metavar="FOLDER,...", help="The same model, quantised already; instead of --weights.")
     ] = "",
+    kv: Annotated[str, typer.Option(metavar="TYPE,...", help="int8, fp8: types of the KV; instead of --weights.")] = "",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the activations.")] = "bfloat16",
     tokens: Annotated[int, typer.Option(metavar="N", help="Of the text.")] = 4096,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="The text; docstrings by default.")] = None,
 ) -> None:
     folders = checkpoints.split(",") if checkpoints else []
-    formats = () if folders else names(weights, BITS)
+    kinds = names(kv, ("int8", "fp8")) if kv else ()
+    formats = () if folders or kinds else names(weights, BITS)
     read = text.read_text() if text else docstrings()
     ids = Tokenizer.from_file(str(Path(folder) / "tokenizer.json")).encode(read).ids[: tokens + 1]
 
-    def load(weights: str, folder: str = folder) -> ModelRunner:
+    def load(folder: str = folder, **options: Any) -> ModelRunner:
         cpu = torch.device("cpu")
-        return load_model(folder, dtype=getattr(torch, dtype), device=cpu, weights=weights, progress=lambda _line: None)
+        return load_model(folder, dtype=getattr(torch, dtype), device=cpu, progress=lambda _line: None, **options)
 
-    before = load(CHECKPOINT)
+    others: dict[str, Callable[[], ModelRunner]] = {
+        **{Path(other).name: partial(load, other) for other in folders},
+        **{f"KV {kind}": partial(load, kv_dtype=kind) for kind in kinds},
+        **{name: partial(load, weights=name) for name in formats},
+    }
+    before = load()
     print(f"{'weights':<12} {'MiB':>8} {'same token':>11} {'KL':>9} {'loss':>7}")
     print(f"{CHECKPOINT:<12} {before.weight_bytes / 2**20:>8.2f}")
-    for name in folders or formats:
-        row = compare(before, load(CHECKPOINT, name) if folders else load(name), ids)
+    for name, other in others.items():
+        row = compare(before, other(), ids)
         more = row.loss - row.loss_before
         print(
-            f"{Path(name).name:<12} {row.weight_bytes / 2**20:>8.2f} {row.same_token:>10.2%} {row.divergence:>9.5f}"
+            f"{name:<12} {row.weight_bytes / 2**20:>8.2f} {row.same_token:>10.2%} {row.divergence:>9.5f}"
             f" {row.loss:>7.4f}  {more:+.4f} of {row.loss_before:.4f} over {row.positions} tokens"
         )

@@ -2,10 +2,9 @@
 
 The way in which steps batch streams varies more than telemetry costs. So requests come one after another here, and the
 result is a share of the CPU of a request under load. One cluster gets requests that their caller traces (W3C's
-`traceparent` says so) and requests that are not traced, in turn; so does a cluster without telemetry, and another one
-without as a control, because two processes with the same work differ, too. The CPU of creating the spans of a request
-that is not traced, and of a request for metrics, is therefore also measured alone. The receiver of the spans stores
-nothing, as its work would be another machine's.
+`traceparent` says so) and requests that are not traced, in turn. The CPU of creating the spans of a request that is not
+traced, and of a request for metrics, is measured alone: two processes with the same work differ by more. The receiver
+of the spans stores nothing, as its work would be another machine's.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from time import monotonic, process_time
 
 import grpc
 
-from cluster.free_port import free_port
-from loadtest.harness.processes import Local, cpu_seconds
+from loadtest.harness.processes import Local, cpu_seconds, free_port
 from loadtest.harness.stats import Row, Section, Spread, Tick, sure
 from loadtest.microbench.hop import ROUTER, WORKER, Through
 from tandem.async_client import AsyncClient
@@ -38,7 +36,6 @@ ASK_TIMEOUT_S = 5.0
 SEND_S = 0.2  # how often spans are sent here, where the SDK's own is 5 s: a group's are sent before the next begins
 SHARE = 0.1  # of requests traced, that the result is for
 ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
-TRACED, UNTRACED, WITHOUT, CONTROL = "traced", "not traced", "without telemetry", "another one without"
 LOADS = 5  # measurements of what a request takes under load
 AT_ONCE = 50  # requests whose spans are exported together, in the separate measurement of spans
 SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
@@ -76,12 +73,11 @@ class _Receiver:
 
 
 class _Cluster:
-    """One router, one prefill and one decode worker, and the channels to it."""
+    """One router, one prefill and one decode worker, and the channels to it, by whether a request is traced."""
 
     def __init__(self, local: Local, vocab: int, prompt: int) -> None:
-        address = local.address(ROUTER)
-        self.address = address
-        self.variants = {sampled: _Traced(address, vocab, prompt, sampled) for sampled in (False, True)}
+        self.address = local.address(ROUTER)
+        self.variants = {sampled: _Traced(self.address, vocab, prompt, sampled) for sampled in (False, True)}
         self._pids = [local.pid(process) for process in PROCESSES]
 
     def cpu(self) -> float:
@@ -110,41 +106,34 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 
 async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
-    tick("starting three clusters")
-    port = free_port("127.0.0.1", 0, "port")
-    endpoint = f"http://127.0.0.1:{port}"
+    tick("starting a cluster")
+    endpoint = f"http://127.0.0.1:{(port := free_port())}"
     about = {"otlp_endpoint": endpoint, "trace_ratio": 0.0, "metrics_port": 0}
-    shared = {"model": model, "kv_blocks": 512}
     often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
-    with Local(**shared) as off, Local(**shared) as other, Local(**shared, **about) as on:
-        sides = (on, off, other)
-        for local in sides:
-            local.launch("router", ROUTER, environment=often)
-            local.launch("prefill", PREFILL, environment=often)
-            local.launch("decode", WORKER, environment=often)
+    with Local(model=model, kv_blocks=512, **about) as local:
+        for role, name in (("router", ROUTER), ("prefill", PREFILL), ("decode", WORKER)):
+            local.launch(role, name, environment=often)
         async with _receiver(port) as receiver:  # not before: gRPC and a fork do not go together
-            for local in sides:
-                await asyncio.to_thread(local.wait_seen, ROUTER, 2)
-            clusters = [_Cluster(local, vocab, plan.prompt) for local in sides]
+            await asyncio.to_thread(local.wait_seen, ROUTER, 2)
+            cluster = _Cluster(local, vocab, plan.prompt)
             try:
                 tick(f"{plan.rounds} rounds of {plan.requests} requests of each kind")
-                rounds = await _rounds(clusters[0], clusters[1], clusters[2], plan)
+                rounds = await _rounds(cluster, plan)
                 came = [receiver.bytes]
                 tick(f"requests of {plan.streams} streams, questions for metrics, and spans by themselves")
-                under_load = await _under_load(clusters[1], plan)
-                asked = await _asked(clusters[0], plan)
+                under_load = await _under_load(cluster, plan)
+                asked = await _asked(cluster, plan)
                 spans = await _spans(endpoint, plan)
                 came.append(receiver.bytes)
             finally:
-                for cluster in clusters:
-                    await cluster.close()
+                await cluster.close()
     if not 0 < came[0] == came[1]:
         raise InternalError(f"{came} bytes of spans came: of the traced requests, and in all")
     return _section(rounds, under_load, asked, spans, came[0], plan)
 
 
 def _section(
-    rounds: dict[str, list[float]],
+    rounds: dict[bool, list[float]],
     under_load: list[float],
     asked: list[float],
     spans: list[float],
@@ -152,38 +141,28 @@ def _section(
     plan: Plan,
 ) -> Section:
     request_s, busy_s = Spread.of(under_load).median, ASKED_S * len(os.sched_getaffinity(0))
+    tracing = [second - other for second, other in zip(rounds[True], rounds[False], strict=True)]
     more = {  # CPU seconds of what, and of how many seconds they are a share
-        f"{TRACED} / {UNTRACED}, the same cluster": (_less(rounds[TRACED], rounds[UNTRACED]), request_s),
-        f"{UNTRACED} / {WITHOUT}": (_less(rounds[UNTRACED], rounds[WITHOUT]), request_s),
-        f"control: {CONTROL} / {WITHOUT}": (_less(rounds[CONTROL], rounds[WITHOUT]), request_s),
-        f"{UNTRACED} / {WITHOUT}, its spans by themselves": (spans, request_s),
+        "traced / not traced": (tracing, request_s),
+        "not traced / without telemetry, its spans by themselves": (spans, request_s),
         f"metrics asked for every {ASKED_S:.0f} s, of busy cores": (asked, busy_s),
     }
     rows = [
         Row(name, Spread.of([1 + second / total for second in seconds]), {"CPU": (Spread.of(seconds), "s")})
         for name, (seconds, total) in more.items()
     ]
-    traced, _, _, untraced, questions = (
+    traced, untraced, questions = (
         [share / total for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, total in more.values()
     )
     middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, untraced, questions, strict=True))
     notes = [
         f"with {SHARE:.0%} of the requests traced: {middle:.2%} of the CPU of requests under load, {low:.2%} to"
-        f" {high:.2%} (first, fourth and fifth row, 95 % intervals of their medians)",
-        *(
-            f"{name}: 95 % interval of the median {1 + low / total:.4f} to {1 + high / total:.4f}"
-            for name, (seconds, total) in more.items()
-            for low, high in [sure(seconds)]
-        ),
+        f" {high:.2%} (all rows, 95 % intervals of their medians)",
         f"a request under load, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out:"
-        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(rounds[WITHOUT]).median:.4f} s",
+        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(rounds[False]).median:.4f} s",
         f"{sent} bytes of spans came over OTLP; the demo model, prefill/decode",
     ]
     return Section("What telemetry costs", "CPU for a request, with / without", rows, notes)
-
-
-def _less(these: list[float], those: list[float]) -> list[float]:
-    return [second - other for second, other in zip(these, those, strict=True)]
 
 
 @asynccontextmanager
@@ -198,18 +177,17 @@ async def _receiver(port: int) -> AsyncIterator[_Receiver]:
         await server.stop(None)
 
 
-async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[float]]:
-    """CPU seconds for a request, of each kind in each round."""
-    kinds = {TRACED: (on, True), UNTRACED: (on, False), WITHOUT: (off, False), CONTROL: (other, False)}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+async def _rounds(cluster: _Cluster, plan: Plan) -> dict[bool, list[float]]:
+    """CPU seconds for a request in each round, by whether it is traced."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(plan.rounds + 1):
-        for name, (cluster, sampled) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
+        for sampled in (True, False) if number % 2 else (False, True):
             before = cluster.cpu()
             for _ in range(plan.requests):
                 await cluster.variants[sampled].stream(plan.few)
             await asyncio.sleep(2 * SEND_S)  # until the spans of this group are sent, whose work is of this group, too
             if number:  # the first one warms up
-                seconds[name].append((cluster.cpu() - before) / plan.requests)
+                seconds[sampled].append((cluster.cpu() - before) / plan.requests)
     return seconds
 
 

@@ -1,13 +1,10 @@
-"""The autoscaler compared with fixed pools: on the burst of a trace, and on streams and prompts that come and go.
+"""The autoscaler compared with fixed pools, on the burst of a trace.
 
-burst    The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and
-         its lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until
-         the smallest pool that keeps the objective is known; a load that has already missed it is ended early. Then
-         the autoscaler, from --least prefill workers up to --most or that size. Worker-seconds are compared: the time
-         for which worker processes existed during the load, including start and drain, but without --spares, which
-         wait without a model or a device.
-streams  Long answers, then long prompts, then little: decode grows from 1 to 3 workers and back, which lends two to
-         prefill. No request may fail, and the answers must be those to the same prompts after the load.
+The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and its
+lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until the smallest
+pool that keeps the objective is known; a load that has already missed it is ended early. Then the autoscaler, from
+--least prefill workers up to --most or that size. Worker-seconds are compared: the time for which worker processes
+existed during the load, including start and drain, but without --spares, which wait without a model or a device.
 
 Workers are real processes with real engines of a tiny model, each slowed down to a device of the same speed
 (loadtest/scenarios/slow_device.py), so that several of them fit on a few cores. The report shows the cores in use.
@@ -21,10 +18,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from loadtest.harness.goodput import Objective
@@ -32,10 +28,10 @@ from loadtest.harness.machine import conditions
 from loadtest.harness.options import Json, Tpot, Ttft, positive
 from loadtest.harness.random_checkpoints import make_checkpoint
 from loadtest.harness.report import failures, lines
-from loadtest.harness.stats import percentile
+from loadtest.harness.stats import console, percentile
 from loadtest.loadgen import traces, workload
 from loadtest.loadgen.workload import Request
-from loadtest.scenarios.pool_bench import CHECKED, PoolBench, Run
+from loadtest.scenarios.pool_bench import PoolBench, Run
 from loadtest.scenarios.slow_device import Device
 from tandem.errors import TandemError, Unavailable
 
@@ -45,10 +41,8 @@ MOST = 6  # prefill workers that are tried
 
 @dataclass(frozen=True)
 class Options:
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Azure's code trace; not for streams.")] = None
-    only: Annotated[
-        Literal["burst", "autoscaled", "streams"] | None, typer.Option(help="autoscaled: without fixed pools.")
-    ] = None
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="Azure's code trace.")]
+    fixed_pools: Annotated[bool, typer.Option(help="--no-fixed-pools: the autoscaler alone, up to --most.")] = True
     most: Annotated[
         int | None,
         typer.Option(metavar="P", help="Most prefill workers of the autoscaler; the smallest fixed pool's by default."),
@@ -61,27 +55,22 @@ class Options:
     scale: Annotated[int, typer.Option(metavar="N", min=1, help="Divides its lengths.")] = 8
     fixed: Annotated[int, typer.Option(metavar="P", min=1, help="Prefill workers that are tried first.")] = 3
 
-    def check(self) -> None:
-        """Raises BadParameter."""
-        if self.trace is None and self.only != "streams":
-            raise typer.BadParameter("burst needs a --trace")
-        if self.most is None and self.only == "autoscaled":
-            raise typer.BadParameter("without fixed pools, --most is needed")
 
-
-def burst(bench: PoolBench, options: Options, trace: Path, most: int | None) -> None:
+def burst(bench: PoolBench, options: Options) -> None:
     """Fixed pools, and then the autoscaler up to the smallest of them that keeps the objective."""
-    full_trace = traces.read(trace)
+    full_trace, most = traces.read(options.trace), options.most
     part = [request for request in full_trace if options.since <= request.at < options.until]
     moved = [Request((request.at - options.since) * options.stretch, request.input, request.output) for request in part]
     requests, seconds = workload.scaled(moved, options.scale), (options.until - options.since) * options.stretch
     over, within = (peak(requests) / workload.mean_rate(requests) for requests in (full_trace, part))
     bench.notes += [
-        f"{trace.name}: its 10 s peak is {over:.1f} times its mean; {within:.1f} times in the part from second"
+        f"{options.trace.name}: its 10 s peak is {over:.1f} times its mean; {within:.1f} times in the part from second"
         f" {options.since:g} to {options.until:g}, which is taken",
         f"time stretched by {options.stretch:g}, lengths divided by {options.scale}",
     ]
-    if options.only == "autoscaled" and most:
+    if not options.fixed_pools:
+        if most is None:
+            raise typer.BadParameter("without fixed pools, --most is needed")
         sizes = bench.scaled(most, 1, options.least, options.spares)
         bench.run(named(most, options.least), sizes, requests, seconds)
         return
@@ -112,27 +101,6 @@ def burst(bench: PoolBench, options: Options, trace: Path, most: int | None) -> 
 
 def named(most: int, least: int) -> str:
     return f"autoscaled, {least} to {most} prefill + 1 decode"
-
-
-def streams(bench: PoolBench) -> None:
-    """Decode from 1 worker to 3 and back, with two of them in the prefill pool meanwhile."""
-    chance = workload.poisson
-    requests = sorted(
-        [
-            *(Request(at, 32, 150) for at in chance(3.2, 35.0, 1)),
-            *(Request(at, 200, 8) for at in chance(0.5, 130.0, 2)),
-            *(Request(55.0 + at, 600, 2) for at in chance(2.6, 30.0, 3)),
-        ],
-        key=lambda candidate: candidate.at,
-    )
-    overrides = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 30.0}
-    del overrides["slo_ttft_s"]  # no request is refused for being late
-    run = bench.run("streams", overrides, requests, 130.0, check=True)
-    completed = sum(outcome.state == "done" for outcome in run.load.counted)
-    bench.notes.append(
-        f"{run.flips} workers changed their pool; {completed} of {len(run.load.counted)} answers came whole;"
-        f" {run.differ} of {CHECKED} answers were others when asked for once more"
-    )
 
 
 def kept(run: Run, objective: Objective) -> bool:
@@ -180,22 +148,15 @@ def main(
     tpot: Tpot = 0.2,
     results: Json = None,
 ) -> int:
-    options.check()
     objective, device = Objective(ttft, tpot), Device(prompt_rate=rate)
     code = 0
     with tempfile.TemporaryDirectory(prefix="tandem-burst-") as folder:
         bench = PoolBench(make_checkpoint(Path(folder) / "model", "tiny-llama"), device, objective, hold)
         try:
-            if options.trace and options.only != "streams":
-                burst(bench, options, options.trace, options.most)
-            if options.only in (None, "streams"):
-                streams(bench)
+            burst(bench, options)
         except TandemError as error:  # what was measured before is shown all the same
             print(f"error: {error.message}", file=sys.stderr)
             code = 1
-        except KeyboardInterrupt:
-            print("stopped; nothing was left running", file=sys.stderr)
-            code = 130
     show(bench, objective)
     if results:
         content = {"notes": bench.notes, "conditions": conditions(), "objective": asdict(objective)}
@@ -205,14 +166,13 @@ def main(
 
 
 def show(bench: PoolBench, objective: Objective) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(table(bench.runs, objective))
+    out = console(200)
+    out.print(table(bench.runs, objective))
     for run in bench.runs:
-        for line in lines([run.load], objective):
-            console.print(line, markup=False)
-        console.print(f"    pools: {', '.join(f'{at:.0f} s {sizes}' for at, sizes in run.pools)}", markup=False)
-        console.print(f"    requests by worker: {run.where}", markup=False)
-        for count, why in failures([run.load]):
-            console.print(f"    {count} times: {why}", markup=False)
+        pools = ", ".join(f"{at:.0f} s {sizes}" for at, sizes in run.pools)
+        told = [*lines([run.load], objective), f"    pools: {pools}", f"    requests by worker: {run.where}"]
+        told += [f"    {count} times: {why}" for count, why in failures([run.load])]
+        for line in told:
+            out.print(line, markup=False, highlight=False)
     for note in bench.notes:
-        console.print(note, markup=False)
+        out.print(note, markup=False, highlight=False)

@@ -29,7 +29,6 @@ from tandem import settings
 from tandem.results import Receipt
 
 LOOK_S = 0.25  # between two counts of processes
-CHECKED = 20  # answers that are asked for once more
 ROOT = Path(__file__).parents[2]
 BEGAN = monotonic()
 
@@ -47,9 +46,6 @@ class Run:
     where: dict[str, int] = field(default_factory=dict)
     """Requests by the workers in their receipts."""
     ended_early: bool = False
-    flips: int = 0
-    differ: int = 0
-    """Answers that were others when they were asked for once more."""
 
     @property
     def worker_seconds(self) -> float:
@@ -59,26 +55,18 @@ class Run:
         )
 
 
-Answer = tuple[list[int], list[int], Receipt]  # the prompt and the tokens
-
-
 class Keeping(Grpc):
-    """Remembers answers and receipts."""
+    """Remembers receipts."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        self.answers: list[Answer] = []
+        self.receipts: list[Receipt] = []
 
-    def stream(self, prompt: Sequence[int], output: int) -> AsyncGenerator[Message, None]:
-        return self._keep(list(prompt), output)
-
-    async def _keep(self, prompt: list[int], output: int) -> AsyncGenerator[Message, None]:
-        token_ids: list[int] = []
-        async for piece in self._client.stream(prompt, max_tokens=output, ignore_eos=True, temperature=0.0):
-            token_ids += piece.token_ids
-            if piece.receipt:
-                self.answers.append((prompt, token_ids, piece.receipt))
-            yield Message(len(piece.token_ids), receipt=piece.receipt)
+    async def _messages(self, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Message, None]:
+        async for message in super()._messages(pieces):
+            if message.receipt:
+                self.receipts.append(message.receipt)
+            yield message
 
 
 class PoolBench:
@@ -91,7 +79,6 @@ class PoolBench:
             **{"slo_ttft_s": objective.ttft, "slo_tpot_s": objective.tpot},
         }
         self._device = device
-        self._answers: list[Answer] = []
         self.objective = objective
         self.runs: list[Run] = []
         self.notes = [
@@ -115,17 +102,13 @@ class PoolBench:
         seconds: float,
         *,
         hopeless: bool = False,
-        check: bool = False,
     ) -> Run:
-        """`hopeless`: ends the run when the objective cannot be kept any more. `check`: requests some of the answers
-        again."""
+        """`hopeless`: ends the run when the objective cannot be kept any more."""
         run = Run(name, Load(name, len(requests) / seconds, 0.0, seconds))
         say(f"{name}: starting")
         with self._environment(), LocalCluster(settings.load(**overrides), launcher=LAUNCHER) as cluster:
             say(f"{name}: {len(requests)} requests in {seconds:.0f} s")
             self._watch(cluster, run, requests, hopeless)
-            if check:
-                run.differ = asyncio.run(self._differ(cluster.target))
         self.runs.append(run)
         say(f"{name}: {run.load.attainment(self.objective):.1%} kept, {run.worker_seconds:.0f} worker-seconds")
         return run
@@ -152,8 +135,6 @@ class PoolBench:
             run.sizes.append((now, min(_workers(), len(alive))))
             run.cores.append(psutil.cpu_percent() / 100 * (os.cpu_count() or 1))
             for event in cluster.events(LOOK_S):
-                if event.kind is Kind.LOADING and "with the weights" in event.text:
-                    run.flips += 1
                 if event.kind is Kind.STARTING:
                     alive.add(event.worker_id)
                 elif event.kind in (Kind.STOPPED, Kind.DIED, Kind.FAILED):
@@ -182,20 +163,8 @@ class PoolBench:
                     offering.cancel()
             if not offering.cancelled():
                 offering.result()
-            hops = [
-                hop for *_, receipt in server.answers for hop in (receipt.prefill_worker, receipt.decode_worker) if hop
-            ]
+            hops = [hop for each in server.receipts for hop in (each.prefill_worker, each.decode_worker) if hop]
             run.where = dict(sorted(Counter(hops).items()))
-            self._answers = server.answers
-
-    async def _differ(self, target: str) -> int:
-        """How many of a sample of answers differ from the answers now."""
-        sample = self._answers[:: max(1, len(self._answers) // CHECKED)][:CHECKED]
-        async with Keeping(target) as server:
-            for prompt, tokens, _ in sample:
-                async for _ in server.stream(prompt, len(tokens)):
-                    pass
-            return sum(before[1] != now[1] for before, now in zip(sample, server.answers, strict=True))
 
     @contextmanager
     def _environment(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.scenarios import flood
+from loadtest.scenarios import flood, two_tenants
 from services import grpc_server
 
 QUIET_S = 2.0  # after which a flood takes no answer for its last: a busy machine is silent for a second
@@ -17,14 +17,14 @@ QUIET_S = 2.0  # after which a flood takes no answer for its last: a busy machin
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     file = tmp_path / "keys"
-    file.write_text(f"greedy {flood.GREEDY} requests=8\npolite {flood.POLITE}\n")
+    file.write_text(f"greedy {two_tenants.GREEDY} requests=8\npolite {two_tenants.POLITE}\n")
     return file
 
 
 @pytest.mark.parametrize("name", list(flood.FLOODS))
 async def test_a_greedy_client_ends_where_its_limits_are(inside: Any, keys: Path, name: str) -> None:
     """Refused, or told to go away; nobody else is refused, and nothing is left of it."""
-    async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
+    async with inside(api_keys=keys) as cluster, two_tenants.served(cluster.router.address) as polite:
         found = await flood.FLOODS[name](cluster.router.address, 200, QUIET_S if name == "unread" else 0.4)
     assert polite.kept
     assert polite.new
@@ -52,7 +52,7 @@ async def test_control_where_few_calls_may_wait_a_flood_of_resets_cancels_others
 ) -> None:
     """gRPC ends some of everybody's by chance: so that being left alone above is the option's doing."""
     monkeypatch.setattr(grpc_server, "MAX_PENDING_CALLS", 1)
-    async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
+    async with inside(api_keys=keys) as cluster, two_tenants.served(cluster.router.address) as polite:
         async with asyncio.timeout(30):
             while not polite.failed["CANCELLED"]:
                 await flood.resets(cluster.router.address, 200, 0.4)

@@ -104,7 +104,7 @@ def test_a_short_soak_balances_and_leaves_nothing(folder: Path, tmp_path: Path) 
     assert process.returncode == 0, output
     assert "balanced" in output
     report = json.loads(report_file.read_text())
-    (section,) = report["sections"]
+    (section,) = report["sections"].values()
     assert report["machine"]["peaks"][0]["read"] > 0
     assert "streaming read" in output
     assert {"router-0", "prefill-0", "decode-0"} <= section["details"]["rss_mib"].keys()

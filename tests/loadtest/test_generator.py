@@ -259,7 +259,7 @@ def test_an_invalid_report_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
         ["run", "--target", "x", "--rate", "0"],
         ["run", "--target", "x", "--rate", "1", "--speed", "2"],
         ["compare", "a"],
-        ["experiment", "x"],
+        ["goodput", "--sides", "x"],
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(wrong: list[str]) -> None:

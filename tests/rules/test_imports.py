@@ -112,7 +112,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "services.worker_liveness",
         "services.launch",  # its garbage collection is part of what is measured
     },
-    "loadtest.scenarios.ray_nodes": {"loadtest.scenarios.slow_device", "cluster.state.embedded_valkey", "tandem"},
+    "loadtest.scenarios.ray_nodes": {
+        *("loadtest.scenarios.slow_device", "loadtest.harness", "cluster.state.embedded_valkey", "tandem"),
+    },
     "loadtest.scenarios.hosts": {
         *(
             "loadtest.scenarios.hosts",
@@ -130,17 +132,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("loadtest.comparison", "loadtest.microbench", "loadtest.loadgen", "loadtest.harness", *MEASURED),
         "cluster.exit_with_parent",
     },
-    "loadtest.comparison.instant_worker": {
-        "tandem",
-        "cluster.state.heartbeat",
-        "cluster.state.registry",
-        "services.grpc_server",
-        "services.decode.stream_mux",
-    },
     "loadtest.bench": {
         *("loadtest.scenarios.ttft", "loadtest.microbench", "loadtest.harness", *MEASURED),
     },
-    "loadtest.commands": {"loadtest.harness.options", "tandem.errors"},
+    "loadtest.commands": {"loadtest.harness.interrupts", "loadtest.harness.options", "tandem.errors"},
     "loadtest.__main__": {"loadtest.commands"},
     "loadtest": set(),
 }

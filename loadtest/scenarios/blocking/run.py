@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,11 +28,9 @@ from typing import Annotated
 
 import typer
 
-from cluster.local_cluster import LocalCluster
 from loadtest.harness.demo_model import DEMO
 from loadtest.harness.options import Seconds, names
 from loadtest.harness.stats import percentile
-from loadtest.scenarios.abuse import BEGUN, Target, beside
 from loadtest.scenarios.blocking import timed_loop
 from loadtest.scenarios.blocking.bodies import (
     CALLS,
@@ -45,8 +42,7 @@ from loadtest.scenarios.blocking.bodies import (
     long_message,
     prompts,
 )
-from loadtest.scenarios.flood import GREEDY, POLITE
-from tandem import settings
+from loadtest.scenarios.two_tenants import GREEDY, POLITE, Target, be_greedy, greedy, head, two_tenants
 from tandem.async_client import AsyncClient
 from tandem.errors import TandemError
 
@@ -133,43 +129,16 @@ class Greedy:
         await self.send("DELETE", f"/v1/files/{file}")
 
     async def send(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> bytes:
-        """On a connection of its own. Returns the body of the answer, with the marks between its chunks."""
-        reader, writer = await self._target.connect()
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {GREEDY}\r\n"
-        writer.write(f"{head}content-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        try:
-            answer = await reader.read(-1)
-        except ConnectionError:
-            answer = b""
-        finally:
-            writer.close()
-        status, _, rest = answer.partition(b"\r\n")
-        body = rest.partition(b"\r\n\r\n")[2]
-        field = re.search(rb'"(?:param|message)": ?"([^"\']{1,60})', body) if b" 40" in status else None
-        about = f" ({field[1].decode(errors='replace')})" if field else ""
-        self._outcomes[f"{status.split()[1].decode()}{about}" if status else "closed"] += 1
-        return body
+        """Returns the body of the answer, with the marks between its chunks."""
+        status, answer = await self._target.send(method, path, body, kind=kind)
+        field = re.search(rb'"(?:param|message)": ?"([^"\']{1,60})', answer) if status.startswith("40") else None
+        self._outcomes[f"{status} ({field[1].decode(errors='replace')})" if field else status] += 1
+        return answer
 
 
 def _id(answer: bytes) -> str:
     start = answer.find(b'"id":"')
     return answer[start + 6 : answer.find(b'"', start + 6)].decode() if start >= 0 else ""
-
-
-async def be_greedy(name: str, target: Target) -> None:
-    """Until the standard input ends. Says when it begins, and in the end what it was answered."""
-    outcomes: Counter[str] = Counter()
-    greedy = Greedy(target, outcomes)
-    sending = [asyncio.create_task(greedy.door(name)) for _ in range(AT_ONCE)]
-    sys.stdout.buffer.write(BEGUN)
-    sys.stdout.flush()
-    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    await asyncio.wait([*sending, ended], return_when=asyncio.FIRST_COMPLETED)
-    for task in sending:
-        if task.done():
-            task.result()
-        task.cancel()
-    print(", ".join(f"{count} {what}" for what, count in sorted(outcomes.items())))
 
 
 # ---- polite's streams
@@ -192,8 +161,7 @@ class Streams:
     async def keep(self) -> None:
         asked = {"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps(asked)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {POLITE}\r\n"
-        request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+        request = head("POST", "/v1/completions", POLITE, "application/json", len(body)) + body.encode()
         while True:
             reader, writer = await self.target.connect()
             writer.write(request)
@@ -240,8 +208,7 @@ async def run(target: Target, doors: tuple[str, ...], seconds: float, noted: Pat
         for name in doors:
             without, lines = await streams.measure(seconds / 2), list[str]()
             since = monotonic()
-            command = [sys.executable, "-m", "loadtest", "blocking", "--greedy", name, target.grpc, target.http]
-            async with beside(command, lines):
+            async with greedy("blocking", name, target, lines):
                 during = await streams.measure(seconds)
             held = Held.read(noted, since, monotonic())
             wrong += held.longest_cpu_s >= LIMIT_S
@@ -259,22 +226,20 @@ async def run(target: Target, doors: tuple[str, ...], seconds: float, noted: Pat
 def main(
     seconds: Seconds = 10.0,
     only: Annotated[str, typer.Option(metavar="DOOR,...", help="Doors to try.")] = ",".join(ALL),
-    greedy: Annotated[tuple[str, str, str] | None, typer.Option(hidden=True)] = None,
+    as_greedy: Annotated[tuple[str, str, str] | None, typer.Option("--greedy", hidden=True)] = None,
 ) -> int:
-    if greedy:
-        name, *addresses = greedy
-        asyncio.run(be_greedy(name, Target(*addresses)))
+    if as_greedy:
+        name, *addresses = as_greedy
+        outcomes: Counter[str] = Counter()
+        sender = Greedy(Target(*addresses), outcomes)
+        asyncio.run(be_greedy([sender.door(name) for _ in range(AT_ONCE)], outcomes))
         return 0
     doors = names(only, ALL)
     with tempfile.TemporaryDirectory(prefix="tandem-blocking-") as folder:
-        keys, model, noted = Path(folder) / "keys", Path(folder) / "model", Path(folder) / "callbacks"
-        keys.write_text(f"greedy {GREEDY} admin requests=64\npolite {POLITE}\n")
+        model, noted = Path(folder) / "model", Path(folder) / "callbacks"
         shutil.copytree(DEMO, model)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         os.environ[timed_loop.VARIABLE] = str(noted)
-        overrides = settings.load(
-            model=str(model), port=0, http_port=0, api_keys=keys, kv_blocks=8192, tool_call_format="hermes"
-        )
-        report = lambda line: print(line, file=sys.stderr)  # noqa: E731
-        with LocalCluster(overrides, report, launcher=timed_loop.LAUNCHER) as cluster:
-            return 1 if asyncio.run(run(Target(cluster.target, cluster.http), doors, seconds, noted)) else 0
+        limits, settings = "admin requests=64", {"model": str(model), "tool_call_format": "hermes"}
+        with two_tenants(limits, timed_loop.LAUNCHER, **settings) as target:
+            return 1 if asyncio.run(run(target, doors, seconds, noted)) else 0

@@ -1,4 +1,4 @@
-"""The reference experiments: every side is started, measured by the same client and stopped, in turn."""
+"""Servers of others: each is started, measured by the same client and stopped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.free_port import free_port
-from loadtest.comparison import experiments, interference, peer_servers
-from loadtest.comparison.experiments import Sizes, disaggregated, steady
+from loadtest.comparison import interference, peer_servers, rate_search
 from loadtest.comparison.peer_servers import Peers
+from loadtest.comparison.rate_search import Sizes, searched
 from loadtest.harness.goodput import Objective
+from loadtest.harness.processes import free_port
 from loadtest.loadgen.plan import Plan, Search
 from tandem.errors import Unavailable
 
@@ -62,11 +62,9 @@ case $1 in
 esac
 """
 OBJECTIVE = Objective(ttft=1.0, tpot=0.5)
-SIZES = Sizes(
-    Plan(input=4, output=3, seconds=0.3, warmup=0.0),
-    Search(start=20.0, tries=1),
-    rounds=1,
-    streams=interference.Plan(seconds=0.3, settle=0.1, streams=2, prompt=4, output=8, long=16, every=0.1),
+SIZES = Sizes(Plan(input=4, output=3, seconds=0.3, warmup=0.0), Search(start=20.0, tries=1), rounds=1)
+STREAMS = interference.Plan(
+    sides=("vllm-aggregated",), rounds=1, seconds=0.3, settle=0.1, streams=2, prompt=4, output=8, long=16, every=0.1
 )
 
 
@@ -91,7 +89,7 @@ def test_other_servers_are_measured_by_the_same_client(tmp_path: Path, monkeypat
     """Both modes of vLLM, started by its script, one after the other; each is searched, and no process is left."""
     ticks: list[str] = []
     peers = vllm(tmp_path, monkeypatch)
-    report = disaggregated(peers, experiments.VLLM, SIZES, OBJECTIVE, ticks.append, lambda *_: None)
+    report = searched(peers, rate_search.VLLM, SIZES, OBJECTIVE, ticks.append, lambda *_: None)
     assert [tick.split(",")[0] for tick in ticks if tick.startswith("starting")] == [
         *(f"starting vllm-{mode}" for mode in ("aggregated", "pd"))
     ]
@@ -100,22 +98,27 @@ def test_other_servers_are_measured_by_the_same_client(tmp_path: Path, monkeypat
     assert left(tmp_path) == []
 
 
-def test_long_prompts_are_drawn_and_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The streams alone and with long prompts; gaps are those of the streams."""
+async def test_long_prompts_are_sent_and_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps are those of the streams."""
     peers = vllm(tmp_path, monkeypatch)
-    report = steady(peers, ("vllm-aggregated",), SIZES, OBJECTIVE, lambda _: None, lambda *_: None)
-    [side] = report.sides
-    calm, disturbed = side.loads
-    assert not any(one.beside for one in calm.outcomes)
-    assert sum(one.beside for one in disturbed.outcomes) == 3
-    assert min(gap for _, gap in disturbed.gaps()) > 0
-    assert {one.input for one in disturbed.counted} == {4}
-    assert "Gaps in the steady streams" in report.html()
+    server = peer_servers.make("vllm-aggregated", tmp_path / "model", peers)
+    with peer_servers.started([server]):
+        load = await interference.observe(server, STREAMS, seconds=STREAMS.seconds, disturb=True)
+    assert sum(one.beside for one in load.outcomes) == 3
+    assert min(gap for _, gap in load.gaps()) > 0
+    assert {one.input for one in load.counted} == {4}
+
+
+def test_each_window_is_compared_with_one_without_long_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section for each server, and the ratios of its readers' times."""
+    [section] = interference.run(vllm(tmp_path, monkeypatch), STREAMS, lambda _: None)
+    assert section.rows[0].what == "vllm-aggregated: ITL p99"
+    assert all(row.ratio.median > 0 for row in section.rows)
+    assert left(tmp_path) == []
 
 
 def test_a_stream_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the experiment with what the server said, and the server with it."""
-    peers = vllm(tmp_path, monkeypatch, "broken")
+    """It ends the measurement with what the server said, and the server with it."""
     with pytest.raises(Unavailable, match="answered 500"):
-        steady(peers, ("vllm-aggregated",), SIZES, OBJECTIVE, lambda _: None, lambda *_: None)
+        interference.run(vllm(tmp_path, monkeypatch, "broken"), STREAMS, lambda _: None)
     assert left(tmp_path) == []
