@@ -79,7 +79,6 @@ ROOMS: dict[str, dict[str, Measurement]] = {
     "Other software (comparison)": {
         "goodput": Measurement("comparison.rate_search:main", "the highest rate of systems, one after another"),
         "peers": Measurement("comparison.peers:main", "vLLM and other engines in turn (`make peers`)"),
-        "sdks": Measurement("comparison.sdks:main", "agents and SDKs on Tandem: openai, anthropic, LangChain, ..."),
     },
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 def target() -> SimpleNamespace:
-    """The fields of loadtest/comparison/sdk_server.py's Target, and `program`: a command-line client's executable."""
+    """What tests/clients/test_clients.py says of the server, and `program`: a command-line client's executable."""
     return SimpleNamespace(**json.loads(sys.argv[1]))
 
 
@@ -41,9 +41,10 @@ def need(condition: object, problem: object) -> None:
 
 
 def refused(kind: type[Exception], work: Callable[[], Any]) -> str:
-    """The message with which the client refuses. Raises ValueError if it does not."""
+    """The message with which the client refuses, and its code, which newer SDKs leave out of the message. Raises ValueError
+    if it does not refuse."""
     try:
         answer = work()
     except kind as error:
-        return f"{kind.__name__}: {error}"
+        return f"{kind.__name__}: {error} {getattr(error, 'code', None) or ''}".rstrip()
     raise ValueError(f"no {kind.__name__}, but {answer}")
