@@ -41,8 +41,8 @@ def need(condition: object, problem: object) -> None:
 
 
 def refused(kind: type[Exception], work: Callable[[], Any]) -> str:
-    """The message with which the client refuses, and its code, which newer SDKs leave out of the message. Raises ValueError
-    if it does not refuse."""
+    """The message with which the client refuses, and its code, which newer SDKs leave out of the message. Raises
+    ValueError if it does not refuse."""
     try:
         answer = work()
     except kind as error:
