@@ -1,8 +1,5 @@
 """Random-weight checkpoints: the real shapes for benchmarks, and a tiny one of each family for tests.
 
-    python -m loadtest.harness.random_checkpoints SmolLM2-135M /tmp/smol
-    python -m loadtest.harness.random_checkpoints tiny-gemma2 /tmp/tiny
-
 The weights are random, so the text is nonsense; speed, memory and every property of the serving path are real. Tiny
 shapes have four layers, a window of 8 where the family has one, and weights scaled up so that greedy outputs vary with
 the prompt. No shape has an end-of-sequence token, so generation always runs to its length. No tokenizer is written.
@@ -11,7 +8,6 @@ the prompt. No shape has an end-of-sequence token, so generation always runs to 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,91 +20,42 @@ from transformers.utils import logging as transformers_logging
 
 REAL: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000.0,
-        "initializer_range": 0.041666666666666664,
-        "tie_word_embeddings": True,
+        **{"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9},
+        **{"num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152},
+        **{"max_position_embeddings": 8192, "rope_theta": 100000.0, "initializer_range": 0.041666666666666664},
+        **{"tie_word_embeddings": True},
     },
     "Qwen3-0.6B": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
+        **{"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936},
+        **{"max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": True},
     },
     "Qwen3-8B": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
+        **{"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+        **{"max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False},
     },
     "Llama-3.1-8B": {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
+        **{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+        **{"max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False},
     },
 }
 
 LAYERS, WINDOW = 4, 8
 _BASE: dict[str, Any] = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 384,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
+    **{"num_hidden_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 96, "vocab_size": 384, "max_position_embeddings": 1024, "initializer_range": 0.3},
+    **{"tie_word_embeddings": False},
 }
 _EXPERTS: dict[str, Any] = {
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 48,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    **{"decoder_sparse_step": 1, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
 }
 _QWEN2_MOE: dict[str, Any] = {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 48}
 _MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "moe_intermediate_size": 48,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
+    **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 20, "moe_intermediate_size": 48, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
 }
 _ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0, "layer_types": _ALTERNATING}
@@ -125,26 +72,16 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2-moe": _QWEN2_MOE,
     "qwen2-moe-sliding": {**_QWEN2_MOE, **_SLIDING},
     "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 5.0,
+        **{"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+        **{"attn_logit_softcapping": 5.0},
     },
     "gemma3-text": {
-        "model_type": "gemma3_text",
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": WINDOW,
-        "layer_types": _ALTERNATING,
+        **{"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+        **{"layer_types": _ALTERNATING},
     },
     "gpt-oss": {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": _ALTERNATING,
+        **{"model_type": "gpt_oss", "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "layer_types": _ALTERNATING},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "deepseek-v2": {"model_type": "deepseek_v2", **_MLA},
@@ -154,23 +91,16 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 1024},
     "opt": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64},
     "llama4-text": {
-        "model_type": "llama4_text",
-        "head_dim": 16,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 2,
-        "attention_chunk_size": WINDOW,
-        "attn_temperature_tuning": False,
-        "layer_types": ["chunked_attention", "full_attention"] * (LAYERS // 2),
+        **{"model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
+        **{"attention_chunk_size": WINDOW, "attn_temperature_tuning": False},
+        **{"layer_types": ["chunked_attention", "full_attention"] * (LAYERS // 2)},
     },
 }
 _LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _GATED_DELTA: dict[str, Any] = {
-    "layer_types": _LINEAR,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"layer_types": _LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8},
 }
 # Models that keep a recurrent state beside KV, or, the last one, without any.
 HYBRID: dict[str, dict[str, Any]] = {
@@ -184,27 +114,16 @@ HYBRID: dict[str, dict[str, Any]] = {
     "qwen3-5": {"model_type": "qwen3_5_text", "head_dim": 16, **_GATED_DELTA},
     "falcon-h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA2},
     "granite-hybrid": {
-        "model_type": "granitemoehybrid",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 32,
-        "layer_types": ["mamba", "attention"] * (LAYERS // 2),
-        "position_embedding_type": "rope",
+        **{"model_type": "granitemoehybrid", "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+        **{"position_embedding_type": "rope"},
         **_MAMBA2,
     },
     "nemotron-h": {
-        "model_type": "nemotron_h",
-        "head_dim": 16,
-        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
-        "ssm_state_size": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
+        **{"model_type": "nemotron_h", "head_dim": 16, "layers_block_type": ["mamba", "attention", "mamba", "moe"]},
+        **{"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"moe_shared_expert_intermediate_size": 32},
     },
     "lfm2": {
         "model_type": "lfm2",
@@ -214,34 +133,17 @@ HYBRID: dict[str, dict[str, Any]] = {
     "kimi-linear": {
         "model_type": "kimi_linear",
         "initializer_range": 0.1,  # with 0.3, roundings of its router's sums decide
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "layer_types": _LINEAR,
-        "linear_head_dim": 16,
-        "linear_num_heads": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+        **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+        **{"v_head_dim": 8, "layer_types": _LINEAR, "linear_head_dim": 16, "linear_num_heads": 4},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     },
     # Its mixers do not continue several tokens from a state.
     "jamba": {
-        "model_type": "jamba",
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "use_mamba_kernels": False,
+        **{"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+        **{"mamba_d_state": 8, "use_mamba_kernels": False},
     },
     "mamba2": {
-        "model_type": "mamba2",
-        "num_heads": 8,
-        "head_dim": 16,
-        "state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
+        **{"model_type": "mamba2", "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
     },
 }
 _INDEXED: dict[str, Any] = {**_MLA, "head_dim": 8, "index_topk": WINDOW, "index_n_heads": 8, "index_head_dim": 16}
@@ -308,10 +210,7 @@ def make_adapter(
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(high, rank, generator=generator) * spread
         targets.add(last)
     values: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "bias": "none",
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "bias": "none"},
     }
     values |= {"r": rank, "lora_alpha": rank, "target_modules": sorted(targets), **changes}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -341,20 +240,3 @@ def _liven(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.3)
-
-
-def main(arguments: list[str]) -> int:
-    """`SHAPE FOLDER`; returns the exit code."""
-    if len(arguments) != 2 or arguments[0] not in SHAPES:
-        print(
-            f"usage: python -m loadtest.harness.random_checkpoints SHAPE FOLDER\nshapes: {', '.join(SHAPES)}",
-            file=sys.stderr,
-        )
-        return 2
-    folder = make_checkpoint(arguments[1], arguments[0])
-    print(f"{arguments[0]} written to {folder}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -44,7 +44,7 @@ NO_CUDA = "error: `loadtest device-kernels` checks a GPU, and torch finds no CUD
 BLOCK_SIZE, LONGEST = 16, 8192
 PAGES = {None: "", torch.int8: ", int8 pages", torch.float8_e4m3fn: ", fp8 pages"}
 SHAPES = [  # query heads, KV heads, elements of a head
-    *((32, 8, 64), (32, 8, 80), (16, 16, 96), (32, 8, 128), (8, 1, 256), (8, 2, 512)),
+    *((32, 8, 64), (32, 8, 80), (16, 16, 96), (32, 8, 128), (8, 1, 256), (8, 2, 512))
 ]
 PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
 CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group

@@ -71,12 +71,7 @@ class Tally:
     # ---- requests
 
     def judge(
-        self,
-        how: str,
-        request: dict[str, Any],
-        received: Answer,
-        reference: Answer,
-        error: TandemError | None,
+        self, how: str, request: dict[str, Any], received: Answer, reference: Answer, error: TandemError | None
     ) -> None:
         """One request is over: `error` is None for a status of OK."""
         name = f"{how}: as it should be" if error is None else f"{how}: {type(error).__name__} {error.reason}"

@@ -177,10 +177,7 @@ def _node_types(gcs: str) -> dict[str, object]:
             **{"head_node_id": HEAD_ID, "gcs_address": gcs},
         },
         "head_node_type": "ray.head.default",
-        "available_node_types": {
-            "ray.head.default": {"node_config": {}, "max_workers": 0, "resources": {}},
-            **types,
-        },
+        "available_node_types": {"ray.head.default": {"node_config": {}, "max_workers": 0, "resources": {}}, **types},
     }
 
 
