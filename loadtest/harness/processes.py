@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -158,11 +157,6 @@ class Local:
                 if monotonic() > deadline:
                     raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
                 sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def environment_of(settings: Mapping[str, object]) -> dict[str, str]:

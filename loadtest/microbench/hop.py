@@ -18,7 +18,8 @@ from typing import Any
 
 import grpc
 
-from loadtest.harness.processes import Local, cpu_seconds, free_port
+from cluster.free_port import free_port
+from loadtest.harness.processes import Local, cpu_seconds
 from loadtest.harness.stats import Row, Section, Spread, Tick, ratios
 from loadtest.loadgen.targets import Http
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc

@@ -21,7 +21,8 @@ from time import monotonic, process_time
 
 import grpc
 
-from loadtest.harness.processes import Local, cpu_seconds, free_port
+from cluster.free_port import free_port
+from loadtest.harness.processes import Local, cpu_seconds
 from loadtest.harness.stats import Row, Section, Spread, Tick, sure
 from loadtest.microbench.hop import ROUTER, WORKER, Through
 from tandem.async_client import AsyncClient
@@ -107,7 +108,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     tick("starting a cluster")
-    endpoint = f"http://127.0.0.1:{(port := free_port())}"
+    endpoint = f"http://127.0.0.1:{(port := free_port('127.0.0.1', 0, 'port'))}"
     about = {"otlp_endpoint": endpoint, "trace_ratio": 0.0, "metrics_port": 0}
     often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
     with Local(model=model, kv_blocks=512, **about) as local:

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.free_port import free_port
 from loadtest.harness.demo_model import DEMO
-from loadtest.harness.processes import Local, free_port
+from loadtest.harness.processes import Local
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HOME = os.environ.get("CLIENTS_HOME")
@@ -89,7 +90,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     keys.chmod(0o600)
     shared = {"model": str(model), "served_model_name": "demo", "dtype": "float32", "block_size": BLOCK}
     with Local(**shared, kv_blocks=2 * CONTEXT // BLOCK) as local:
-        ports = free_port(), free_port()
+        ports = free_port("127.0.0.1", 0, "port"), free_port("127.0.0.1", 0, "port")
         local.launch("router", "router-0", http_port=ports[0])
         local.launch("router", "router-1", http_port=ports[1], api_keys=keys)
         local.launch("prefill", "prefill-0", threads=2)

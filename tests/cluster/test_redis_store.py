@@ -325,7 +325,7 @@ def test_settings_do_not_show_the_url() -> None:
 
 async def test_a_new_connection_reads_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of redis-py's installed package, for its version: 0.8 ms of an event loop that relays streams."""
-    port = free_port()
+    port = free_port("127.0.0.1", 0, "port")
     with valkey(port):
         store = RedisStore(f"redis://127.0.0.1:{port}", most=4)
         reads: list[str] = []

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.free_port import free_port
 from loadtest.comparison import interference, peer_servers, rate_search
 from loadtest.comparison.peer_servers import Peers
 from loadtest.comparison.rate_search import Sizes, searched
 from loadtest.harness.goodput import Objective
-from loadtest.harness.processes import free_port
 from loadtest.loadgen.plan import Plan, Search
 from tandem.errors import Unavailable
 

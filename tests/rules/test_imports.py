@@ -94,7 +94,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("loadtest.harness", "engine", "tandem", "cluster.state.embedded_valkey", "cluster.exit_with_parent"),
     },
     "loadtest.loadgen": {"loadtest.loadgen", "loadtest.harness", "tandem"},
-    "loadtest.microbench": {"loadtest.microbench", "loadtest.loadgen", "loadtest.harness", *MEASURED},
+    "loadtest.microbench": {
+        *("loadtest.microbench", "loadtest.loadgen", "loadtest.harness", "cluster.free_port", *MEASURED),
+    },
     "loadtest.microbench.kv_source": {
         *("kvtransfer", "tandem", "services.grpc_server", "services.kv_links", "engine.parallel.rank_group"),
     },
@@ -113,7 +115,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "services.launch",  # its garbage collection is part of what is measured
     },
     "loadtest.scenarios.ray_nodes": {
-        *("loadtest.scenarios.slow_device", "loadtest.harness", "cluster.state.embedded_valkey", "tandem"),
+        *("loadtest.scenarios.slow_device", "loadtest.harness", "tandem"),
+        *("cluster.state.embedded_valkey", "cluster.free_port"),
     },
     "loadtest.scenarios.hosts": {
         *(

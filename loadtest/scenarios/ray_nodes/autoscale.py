@@ -24,7 +24,6 @@ import psutil
 
 from cluster.free_port import free_port
 from cluster.state.embedded_valkey import EmbeddedValkey
-from loadtest.harness.processes import free_port
 from loadtest.scenarios.slow_device import LAUNCHER, Device
 from tandem.client import Client
 from tandem.errors import TandemError, Unavailable
@@ -129,7 +128,8 @@ def _cluster() -> Iterator[tuple[Client, dict[str, str]]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True)))
         valkey = EmbeddedValkey(folder)
-        here, gcs, port = f"127.{secrets.randbelow(200) + 20}.3.4", free_port(), free_port()
+        here, port = f"127.{secrets.randbelow(200) + 20}.3.4", free_port("127.0.0.1", 0, "port")
+        gcs = free_port(here, 0, "gcs")
         settings = SETTINGS | {"REDIS": valkey.start(), "CLUSTER_TOKEN": secrets.token_hex(16)}
         settings |= {"RAY_ADDRESS": f"{here}:{gcs}", "PORT": str(port)}
         stack.callback(valkey.stop)
