@@ -32,7 +32,7 @@ from tandem.rpc.message_parts import LARGE_BYTES, check_parts
 
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
-Read = Callable[[bytes | None], Awaitable[Any]]
+Read = Callable[[bytes], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
 # Takes a call's method and metadata; raises Unauthenticated and PermissionDenied.
 Guard = Callable[[str, Metadata], None]
@@ -189,7 +189,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or (handler.request_streaming and method.startswith(OPEN_SERVICES)):
             return handler
-        read = self._reader(handler.request_deserializer or bytes, handler_call_details)
+        try:
+            self._check_caller(handler_call_details)
+        except Exception as error:
+            return grpc.stream_stream_rpc_method_handler(_refusal(error, method))
+        read = self._reader(handler.request_deserializer or bytes, method)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 _guard_both(handler.stream_stream, read, method), None, handler.response_serializer
@@ -202,19 +206,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             _guard_unary(handler.unary_unary, read, method), None, handler.response_serializer
         )
 
-    def _reader(self, parse: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Read:
-        method, guard = details.method, None if details.method.startswith(OPEN_SERVICES) else self._guard
+    def _check_caller(self, details: grpc.HandlerCallDetails) -> None:
+        """Raises what the guard raises."""
+        if self._guard is None or details.method.startswith(OPEN_SERVICES):
+            return
+        try:
+            self._guard(details.method, dict(details.invocation_metadata or ()))
+        except TandemError as error:
+            log.info("grpc.refused", method=details.method, reason=error.reason)
+            raise
 
-        async def read(data: bytes | None) -> Any:
-            """Raises InvalidRequest, and what the guard raises. None: only the guard is asked."""
-            if guard is not None:
-                try:
-                    guard(method, dict(details.invocation_metadata or ()))
-                except TandemError as error:
-                    log.info("grpc.refused", method=method, reason=error.reason)
-                    raise
-            if data is None:
-                return None
+    def _reader(self, parse: Callable[[bytes], Any], method: str) -> Read:
+        async def read(data: bytes) -> Any:
+            """Raises InvalidRequest."""
             if self._bounded and len(data) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, data, method)  # on a thread, so that streams are not delayed
             try:
@@ -246,6 +250,16 @@ async def _answered(context: grpc.aio.ServicerContext, method: str) -> AsyncGene
         await abort(context, known(_Stray(error), method))
     except Exception as error:
         await abort(context, known(error, method))
+
+
+def _refusal(error: Exception, method: str) -> Callable[..., Any]:
+    """Refuses a call, of whatever kind, without receiving its message."""
+
+    async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async with _answered(context, method):
+            raise error
+
+    return call
 
 
 def _guard_unary(inner: Callable[..., Any], read: Read, method: str) -> Callable[..., Any]:
@@ -285,7 +299,6 @@ def _guard_both(inner: Callable[..., AsyncGenerator[Any, None]], read: Read, met
                 yield await read(data)
 
         async with _answered(context, method):
-            await read(None)  # the guard, before anything is done for the call
             async with aclosing(inner(messages(), context)) as answers:
                 async for answer in answers:
                     await context.write(answer)

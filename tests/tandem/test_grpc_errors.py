@@ -11,8 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.grpc_server import Channels
-from tandem.errors import InternalError, InvalidRequest, WorkerLost
+from tandem.errors import InternalError, InvalidRequest, Unauthenticated, WorkerLost
 from tandem.grpc_errors import MESSAGE_BYTES, ErrorInterceptor, calling, from_rpc, known_errors, shown
+from tandem.v1 import generation_pb2_grpc
 
 LONG = "\ud800" + "ä" * 100_000
 
@@ -189,3 +190,29 @@ async def test_an_error_of_any_length_arrives(server: tuple[grpc.aio.Server, str
         assert found.message.startswith("\\ud800ää")
         assert found.field
         assert found.bound
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetModelInfo"])
+async def test_a_call_that_is_refused_for_its_key_is_answered_without_its_message(method: str) -> None:
+    """It may have megabytes: 250 such calls of a client without a key took a gigabyte of the router."""
+
+    def refuse(method: str, metadata: object) -> None:
+        raise Unauthenticated(f"no key for {method}")
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.get_running_loop().create_future()
+        yield b""
+
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(guard=refuse)])
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        generation_pb2_grpc.GenerationServiceServicer(),  # type: ignore[no-untyped-call]
+        server,
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(f"/tandem.v1.GenerationService/{method}")(nothing(), timeout=20.0)
+        with pytest.raises(Unauthenticated, match="no key for"), calling("the server"):
+            async for _ in call:
+                pass
+    await server.stop(None)
