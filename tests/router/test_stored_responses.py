@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from cluster.state.response_store import StoredResponse
+from services.router.frontend.http_body import Bodies
 from services.router.frontend.openai import stored_responses
+from services.router.frontend.openai.responses_api import ResponsesApi
 from services.router.frontend.openai.responses_items import item_id
 from services.router.frontend.openai.stored_responses import MAX_REFERENCED, StoredResponses, conversation
 from services.router.preprocess import json_limits
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits
-from tandem.errors import InvalidRequest, NotFound, TooLarge
+from tandem.errors import Busy, InvalidRequest, NotFound, TooLarge
 
 ID = "resp_" + "0" * 48
 ITEMS = [{"id": f"msg_{number}"} for number in range(5)]
@@ -38,6 +40,9 @@ def stored(store: Store, most: int = 10**6) -> StoredResponses:
     return StoredResponses(settings, store, RateLimits(None), Offload(1.0))  # type: ignore[arg-type]
 
 
+def uncounted(_: int) -> None: ...
+
+
 async def page(**query: str) -> Any:
     request: Any = SimpleNamespace(headers={}, query_params=query)
     return json.loads(await stored(Store(ITEMS, [])).page(request, ID))
@@ -45,7 +50,7 @@ async def page(**query: str) -> Any:
 
 async def test_a_conversation_is_what_was_before_and_what_was_answered() -> None:
     """In this order."""
-    found = await stored(Store(ITEMS[:2], ITEMS[2:3])).previous("", ID)
+    found = await stored(Store(ITEMS[:2], ITEMS[2:3])).previous("", ID, uncounted)
     assert conversation(found) == ITEMS[:3]
 
 
@@ -53,9 +58,9 @@ async def test_a_conversation_has_the_bounds_of_a_body(monkeypatch: pytest.Monke
     """Of bytes before it is parsed, and of parts before they are objects; both name the field."""
     store = Store(ITEMS, ITEMS)
     size = len(store.found.input) + len(store.found.response)
-    await stored(store, size).previous("", ID)
+    await stored(store, size).previous("", ID, uncounted)
     with pytest.raises(TooLarge) as large:
-        await stored(store, size - 1).previous("", ID)
+        await stored(store, size - 1).previous("", ID, uncounted)
     assert large.value.field == "previous_response_id"
     monkeypatch.setattr(json_limits, "MAX_STRUCTURE", 20)
     with pytest.raises(InvalidRequest) as many:
@@ -68,7 +73,7 @@ async def test_what_is_no_id_is_not_looked_up(name: str) -> None:
     """It would be part of a key of the registry."""
     store = Store(ITEMS, [])
     with pytest.raises(NotFound):
-        await stored(store).previous("", name)
+        await stored(store).previous("", name, uncounted)
     assert store.asked == []
 
 
@@ -76,14 +81,14 @@ async def test_references_are_looked_up_in_the_last_response_first() -> None:
     """Its conversation has those of the earlier ones too. A lookup costs a read, so their number is bounded."""
     ids = [item_id("msg", f"resp_{number:048x}", 0) for number in range(2 * MAX_REFERENCED)]
     store = Store([{"id": one} for one in ids[:-1]], [{"id": ids[-1]}])
-    found = await stored(store).referenced("", ["msg_theirs", *ids])
+    found = await stored(store).referenced("", ["msg_theirs", *ids], uncounted)
     assert set(found) == set(ids)
     assert store.asked == [f"resp_{2 * MAX_REFERENCED - 1:048x}"]
     other = Store(ITEMS, [])
-    await stored(other).referenced("", ids[:MAX_REFERENCED])
+    await stored(other).referenced("", ids[:MAX_REFERENCED], uncounted)
     assert len(other.asked) == MAX_REFERENCED
     with pytest.raises(InvalidRequest) as refused:
-        await stored(other).referenced("", ids)
+        await stored(other).referenced("", ids, uncounted)
     assert refused.value.field == "input"
 
 
@@ -116,3 +121,31 @@ async def test_a_page_has_bounds(query: dict[str, str]) -> None:
         await page(after="msg_9")
     assert unknown.value.field == "after"
     assert stored_responses.MAX_PAGE == 100
+
+
+async def test_what_a_short_body_refers_to_counts_as_a_body_of_its_tenant() -> None:
+    """Until its requests are prepared: a thousand bodies of a line may refer to megabytes each. It is refused when the
+    tenant has too much in progress, and nothing counts afterwards."""
+    store = Store(ITEMS, [])
+    counted = Bodies(3 * store.found.size)
+    body: Any = SimpleNamespace(
+        previous_response_id=ID, input=[{"type": "item_reference", "id": item_id("msg", ID, 1)}]
+    )
+    totals: list[int] = []
+
+    def prepared(*_: Any) -> None:
+        totals.append(counted.total())
+
+    async def read(*_: Any) -> tuple[int, Any, None]:
+        return 10, body, None
+
+    parts: Any = SimpleNamespace(bodies=counted, read=read, prepared=prepared, respond=lambda *_: None)
+    api = ResponsesApi(parts, parts, stored(store), parts, Offload(1.0))
+    request: Any = SimpleNamespace(headers={})
+    await api.create(request)
+    assert (totals, counted.total()) == ([10 + 2 * store.found.size], 0)
+    with counted.of("") as more:
+        more(store.found.size)
+        with pytest.raises(Busy):
+            await api.create(request)
+    assert (len(totals), counted.total()) == (1, 0)

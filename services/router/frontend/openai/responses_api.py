@@ -95,12 +95,14 @@ class ResponsesApi:
         request_id = request.headers.get("x-request-id")
         size, body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
         if prepared is None:
-            known = await self._stored.referenced(tenant, referenced_ids(body.input))
-            name = body.previous_response_id
-            before = await self._stored.previous(tenant, name) if name else None
-            size += before.size if before else 0
-            about = (body, request_id, tenant, before, known)
-            prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
+            with self._bodies.bodies.of(tenant) as more:  # a short body may refer to megabytes
+                more(size)
+                known = await self._stored.referenced(tenant, referenced_ids(body.input), more)
+                name = body.previous_response_id
+                before = await self._stored.previous(tenant, name, more) if name else None
+                size += before.size if before else 0
+                about = (body, request_id, tenant, before, known)
+                prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
             await self._stored.check()  # now, not after the answer has been computed
         return self._endpoint.respond(request, prepared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -61,18 +62,20 @@ class StoredResponses:
         about = (found.input, int(limit), newest_first == "desc", query.get("after"))
         return await self._offload.run(tenant, len(found.input), _page, *about)
 
-    async def previous(self, tenant: str, response_id: str) -> StoredResponse:
-        """The response that a request continues. Raises NotFound with OpenAI's code, TooLarge."""
+    async def previous(self, tenant: str, response_id: str, more: Callable[[int], None]) -> StoredResponse:
+        """The response that a request continues; `more` counts its bytes (Bodies.of). Raises NotFound with OpenAI's
+        code, TooLarge, and what `more` raises."""
         try:
-            return await self._bounded(tenant, response_id, "previous_response_id")
+            return await self._bounded(tenant, response_id, "previous_response_id", more)
         except NotFound as error:
             raise NotFound(
                 error.message, reason="PREVIOUS_RESPONSE_NOT_FOUND", field="previous_response_id", bound=error.bound
             ) from error
 
-    async def referenced(self, tenant: str, ids: list[str]) -> dict[str, Item]:
-        """The items with these ids, and others. The last response of a conversation has all of its items, so the last
-        reference is looked up first. Omits items that are not stored. Raises InvalidRequest, TooLarge."""
+    async def referenced(self, tenant: str, ids: list[str], more: Callable[[int], None]) -> dict[str, Item]:
+        """The items with these ids, and others; `more` counts the bytes of their responses (Bodies.of). The last
+        response of a conversation has all of its items, so the last reference is looked up first. Omits items that are
+        not stored. Raises InvalidRequest, TooLarge, and what `more` raises."""
         found: dict[str, Item] = {}
         looked_up: set[str] = set()
         for one in reversed(ids):
@@ -83,15 +86,16 @@ class StoredResponses:
                 raise wrong("input", "of references to many responses", f"in at most {MAX_REFERENCED} stored responses")
             looked_up.add(response_id)
             try:
-                stored = await self._bounded(tenant, response_id, "input")
+                stored = await self._bounded(tenant, response_id, "input", more)
             except NotFound:
                 continue  # the reference is refused at its position
             items = await self._offload.run(tenant, stored.size, conversation, stored, "input")
             found |= {item["id"]: item for item in items}
         return found
 
-    async def _bounded(self, tenant: str, response_id: str, field: str) -> StoredResponse:
+    async def _bounded(self, tenant: str, response_id: str, field: str, more: Callable[[int], None]) -> StoredResponse:
         found = await self._store.get(tenant, _checked(response_id))
+        more(found.size)
         if found.size > self._most:
             raise TooLarge(
                 f"the conversation has {found.size} bytes, over {self._most}",
