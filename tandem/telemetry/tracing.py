@@ -37,6 +37,7 @@ Headers = Callable[[], Iterable[tuple[str, Any]] | None]  # called only where tr
 Attributes = Mapping[str, Any]
 EXPORT_TIMEOUT_S = 5.0
 LAST_EXPORT_TIMEOUT_S = 3.0  # for spans that were not exported when a process ends
+MAX_ATTRIBUTE_CHARACTERS = 512
 PHASE_ATTRIBUTE = "tandem.phase"
 PROPAGATED_HEADERS = ("traceparent", "tracestate")
 PATHS = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
@@ -130,7 +131,7 @@ def exporting(exporter: SpanExporter, ratio: float, service: str, instance: str)
     """Exports the spans of traces that were sampled where they began, and of a share `ratio` of those that begin
     here."""
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
@@ -138,6 +139,7 @@ def exporting(exporter: SpanExporter, ratio: float, service: str, instance: str)
         sampler=ParentBasedTraceIdRatio(ratio),
         resource=Resource.create({"service.name": service, "service.instance.id": instance}),
         shutdown_on_exit=False,
+        span_limits=SpanLimits(max_attribute_length=MAX_ATTRIBUTE_CHARACTERS),  # they may be a client's
     )
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _Tracing(provider.get_tracer("tandem"), provider, exporter)

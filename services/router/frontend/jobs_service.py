@@ -97,11 +97,9 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         key = self._rate_limits.who(authorization(context))
         with self._watching(key):
             job_id = _scoped(key, request.job_id)
-            record = await self._journal.get(job_id)
-            kept_request = jobs_pb2.KeptJob.FromString(record.request).request
-            first = started(kept_request, request.job_id, self._model_name(kept_request.model))
+            # The request may be a megabyte, so no watcher keeps it. `history`: stored tokens that it has not read yet.
+            first, history = await self._started(job_id, request.job_id)
             yield jobs_pb2.WatchJobResponse(event=first)
-            history = record.tokens  # those that have not been read yet
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
                     ended = next((entry.ended for entry in entries if entry.ended is not None), None)
@@ -120,6 +118,12 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                     self._check_stays()
                     if not entries:
                         await self._journal.get(job_id)  # it may have been forgotten
+
+    async def _started(self, job_id: str, name: str) -> tuple[generation_pb2.GenerateResponse, int]:
+        """The first event of a job's answer, and the number of its stored tokens."""
+        record = await self._journal.get(job_id)
+        kept = jobs_pb2.KeptJob.FromString(record.request).request
+        return started(kept, name, self._model_name(kept.model)), record.tokens
 
     async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
         if ended is State.CANCELLED:
