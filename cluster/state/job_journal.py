@@ -300,12 +300,12 @@ class JobJournal:
             rows = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE_ENTRIES)
         return [_entry(row) for row in rows]
 
-    async def all(self, job_id: str) -> list[Entry]:
-        """All entries of the job, however many pages."""
-        entries: list[Entry] = []
-        while more := await self.entries(job_id, entries[-1].at if entries else "0"):
-            entries += more
-        return entries
+    async def pages(self, job_id: str) -> AsyncGenerator[list[Entry], None]:
+        """All stored entries of the job."""
+        at = "0"
+        while page := await self.entries(job_id, at):
+            yield page
+            at = page[-1].at
 
     async def watch(self, job_id: str, idle_s: float) -> AsyncGenerator[list[Entry], None]:
         """Yields all stored entries, then new ones as they arrive; an empty list after `idle_s` seconds without one.

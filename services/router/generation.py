@@ -7,7 +7,7 @@ client  ◀─ started, deltas, finished ◀─ output queue ◀─────�
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, nullcontext
 from time import monotonic
 
@@ -53,15 +53,16 @@ class Generation:
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
         authorization: str | None = None,
         tenant: ApiKey | None = None,
-        past: Sequence[generation_pb2.GenerateResponse] | None = None,
+        resume: ResumeState | None = None,
         headers: Headers = tuple,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields started, deltas, finished. The caller closes the generator when it stops reading.
 
         `remaining_s` is the time until the client's deadline, None without one. `authorization` is the header with its
-        key, if `tenant` is not known yet. `past` are the stored events of a job's earlier attempts; the message is then
-        one that `fixed` returned. `headers` may name the request's trace.
+        key, if `tenant` is not known yet. `resume` is a job's, also at its first attempt; the message is then one that
+        `fixed` returned. `headers` may name the request's trace.
         """
+        is_job, resume = resume is not None, resume or ResumeState()
         arrived = monotonic()
         longest_s = self._settings.request_timeout_s
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
@@ -70,18 +71,17 @@ class Generation:
         with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span) as account, span:
             tenant = tenant or self._rate_limits.who(authorization)
             account.tenant = tenant.name
-            request = await self._build(message, tenant, default_max_tokens, fixed=past is not None)
+            request = await self._build(message, tenant, default_max_tokens, fixed=is_job)
             timeline.admitted()
             account.admitted(request)
             self._poison.check(request)
-            resume = ResumeState(past or ())
             account.goes_on = bool(resume.deltas)
             request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
             left = request.choices - len(resume.ended)
             # The tokens of a job are charged by services/router/frontend/jobs_service.py.
             charged = (
                 self._rate_limits.admitted(tenant, request.prompt_len, request.choices, lambda: timeline.attempts > 0)
-                if past is None
+                if not is_job
                 else nullcontext()
             )
             with charged:

@@ -62,11 +62,11 @@ async def test_an_ended_job_cannot_be_changed(kept: JobJournal) -> None:
     await kept.submit(asked("/job"))
     assert await kept.append("/job", 1, 0, 2, b"first") is Kept.KEPT
     assert await kept.end("/job", 1, JobState.FINISHED, b"last") is Kept.KEPT
-    before = await kept.all("/job")
+    before = await kept.entries("/job")
     assert await kept.append("/job", 1, 2, 3, b"late") is Kept.LOST
     assert await kept.end("/job", 1, JobState.FAILED) is Kept.LOST
     assert await kept.renew([("/job", 1)]) == [Kept.LOST]
-    assert await kept.all("/job") == before
+    assert await kept.entries("/job") == before
     assert (await kept.get("/job")).state is JobState.FINISHED
 
 
@@ -116,7 +116,7 @@ async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> 
         assert await kept.append(name, 1, 0, 1, name.encode()) is Kept.KEPT
         assert await kept.end(name, 1, JobState.FINISHED) is Kept.KEPT
     for name in names:
-        assert [entry.event for entry in await kept.all(name)] == [name.encode(), b""]
+        assert [entry.event for entry in await kept.entries(name)] == [name.encode(), b""]
         assert (await kept.get(name)).request == b"request of " + name.encode()
 
 
@@ -147,10 +147,10 @@ async def test_only_an_ended_job_can_be_forgotten_before_its_time(kept: JobJourn
     await kept.submit(asked("/job"))
     await kept.append("/job", 1, 0, 1, b"first")
     assert await kept.forget("/job")
-    assert await kept.all("/job")
+    assert await kept.entries("/job")
     await kept.end("/job", 1, JobState.FINISHED)
     assert await kept.forget("/job")
-    assert not await kept.all("/job")
+    assert not await kept.entries("/job")
     with pytest.raises(NotFound):
         await kept.get("/job")
     assert not await kept.forget("/job")
@@ -184,7 +184,7 @@ async def test_a_job_whose_lease_has_ended_stays_its_owners_until_another_claims
     assert await late.append("/job", 1, 1, 2, b"late") is Kept.LOST
     assert await late.end("/job", 1, JobState.FINISHED) is Kept.LOST
     assert await kept.append("/job", 2, 1, 2, b"two") is Kept.KEPT
-    assert [entry.event for entry in await kept.all("/job")] == [b"one", b"two"]
+    assert [entry.event for entry in await kept.entries("/job")] == [b"one", b"two"]
     await late.close()
 
 
@@ -200,7 +200,7 @@ async def test_each_completion_of_a_job_has_its_own_place(kept: JobJournal) -> N
     assert await kept.append("/job", 2, 2, 4, b"not its owner") is Kept.LOST
     record = await kept.get("/job")
     assert record == JobRecord("/job", b"request of /job", JobState.OPEN, 1, 9, None)
-    assert [entry.event for entry in await kept.all("/job")] == [b"a", b"b", b"c", b"a has ended"]
+    assert [entry.event for entry in await kept.entries("/job")] == [b"a", b"b", b"c", b"a has ended"]
 
 
 async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:
@@ -212,7 +212,7 @@ async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:
     assert record.state is JobState.FAILED
     assert type(record.error) is Busy
     assert {**vars(record.error)} == {**vars(error)}
-    assert [(entry.event, entry.ended) for entry in await kept.all("/job")] == [(b"", JobState.FAILED)]
+    assert [(entry.event, entry.ended) for entry in await kept.entries("/job")] == [(b"", JobState.FAILED)]
 
 
 async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
@@ -239,7 +239,7 @@ async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None
     await brief.end("/job", 1, JobState.FINISHED)
     async with asyncio.timeout(SOON_S):
         while True:
-            if not await brief.all("/job"):
+            if not await brief.entries("/job"):
                 break
             await asyncio.sleep(0.01)
     with pytest.raises(NotFound):

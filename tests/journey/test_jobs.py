@@ -18,7 +18,6 @@ from cluster.state.job_journal import Asked, JobJournal, Kept
 from loadtest.harness.random_checkpoints import make_adapter
 from services import launch
 from services.decode.servicer import DecodeServicer
-from services.router import generation
 from services.router.execution import output_queue
 from services.router.frontend import job_runner, jobs_service
 from tandem.async_client import AsyncClient
@@ -352,12 +351,12 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
     """So that the refusal above is the kept fingerprint's doing."""
     prompt = oracle.prompts(tiny, [30])[0]
 
-    class Forgetful(generation.ResumeState):
-        def __init__(self, events: Any) -> None:
-            super().__init__(events)
+    class Forgetful(job_runner.ResumeState):
+        def add(self, events: Any) -> None:
+            super().add(events)
             self.adapter_fingerprint = b""
 
-    monkeypatch.setattr(generation, "ResumeState", Forgetful)
+    monkeypatch.setattr(job_runner, "ResumeState", Forgetful)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
         monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
         expected = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
@@ -767,7 +766,7 @@ async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[JobJou
     assert await kept.append(name, 2, 3, 4, b"gap") is Kept.GAP
     assert await kept.append(name, 2, 0, 2, b"twice") is Kept.GAP
     assert await kept.append(name, 2, 2, 4, b"second") is Kept.KEPT
-    assert [entry.event for entry in await kept.all(name)] == [b"first", b"second"]
+    assert [entry.event for entry in await kept.entries(name)] == [b"first", b"second"]
 
 
 async def test_control_without_the_fence_its_tokens_are_there_twice(
@@ -780,5 +779,5 @@ async def test_control_without_the_fence_its_tokens_are_there_twice(
     )
     open_to_all = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
     assert await open_to_all.append(name, 1, 0, 2, b"twice") is Kept.KEPT
-    assert [entry.event for entry in await open_to_all.all(name)] == [b"first", b"twice"]
+    assert [entry.event for entry in await open_to_all.entries(name)] == [b"first", b"twice"]
     await open_to_all.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.router.execution import completion_runner, request_timeline
-from services.router.execution.completion import Completion
+from services.router.execution.completion import RESTORED_TOKENS, Completion
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_queue import OutputQueue
@@ -95,7 +96,7 @@ async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("last", "reason"), [(True, common_pb2.FINISH_REASON_STOP), (False, None)], ids=["ended", "goes on"]
 )
-def test_a_stored_answer_is_complete_where_its_last_token_says_so(last: bool, reason: Any) -> None:
+async def test_a_stored_answer_is_complete_where_its_last_token_says_so(last: bool, reason: Any) -> None:
     """Whatever the end tokens of other checkpoints are: a job may have been computed by a worker with others, and its
     end not been stored with its last token."""
     tokenizer, anything = Tokenizer(None, None), _ANYTHING
@@ -103,9 +104,32 @@ def test_a_stored_answer_is_complete_where_its_last_token_says_so(last: bool, re
     request = build_request(asked, tokenizer, MODEL)
     past = [generation_pb2.Delta(token_ids=[5, 6]), generation_pb2.Delta(token_ids=[7], last=last)]
     reader = OutputReader(Detokenizer(tokenizer), request)
-    completion = Completion(request, RequestTimeline(0.0), reader, anything, anything, past)
+    completion = Completion(request, RequestTimeline(0.0), reader, anything, anything)
+    await completion.restore(past)
     assert completion.request.finish() == reason
     assert request.tokens == [1, 2, 3, 5, 6, 7]
+
+
+async def test_other_streams_go_on_while_a_long_stored_answer_is_read() -> None:
+    """A job of 100,000 tokens that another router began takes seconds, for which no stream may stand still."""
+    tokenizer, anything = Tokenizer(None, None), _ANYTHING
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, tokenizer, replace(MODEL, context=100_000), 50_000)
+    reader = OutputReader(Detokenizer(tokenizer), request)
+    completion = Completion(request, RequestTimeline(0.0), reader, anything, anything)
+    passes = 0
+
+    async def others() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    going = asyncio.create_task(others())
+    await completion.restore([generation_pb2.Delta(token_ids=[5])] * 20_000)
+    going.cancel()
+    assert request.generated == 20_000
+    assert passes >= 20_000 / RESTORED_TOKENS - 2
 
 
 def said(position: int, *ids: int, scores: int = 0) -> decode_pb2.DecodeResponse:

@@ -33,8 +33,8 @@ class Journal:
         self.entries = [Entry(str(at), finished(choice).SerializeToString()) for at, choice in enumerate(ended)]
         self.calls: list[tuple[str, int]] = []  # "append" or "end", and the completion
 
-    async def all(self, job_id: str) -> list[Entry]:
-        return self.entries
+    async def pages(self, job_id: str) -> AsyncIterator[list[Entry]]:
+        yield self.entries
 
     async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
         self.calls.append(("append", choice))
@@ -113,7 +113,7 @@ def test_a_job_goes_on_with_workers_that_give_its_tokens(tokens_of: tuple[str, .
 
 
 def members(journal: Journal) -> dict[str, Any]:
-    return {name: getattr(journal, name) for name in ("all", "append", "end")}
+    return {name: getattr(journal, name) for name in ("pages", "append", "end")}
 
 
 async def test_a_backlog_of_one_model_does_not_keep_the_jobs_of_another_from_being_claimed() -> None:

@@ -18,6 +18,8 @@ from services.router.preprocess.request import Request
 from tandem.errors import InternalError, WorkerLost
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
+RESTORED_TOKENS = 64  # of a job's stored answer that are read before other tasks run
+
 
 class Completion:
     def __init__(
@@ -27,9 +29,7 @@ class Completion:
         reader: OutputReader,
         output: OutputQueue,
         usage: UsageMeter,
-        past: Sequence[generation_pb2.Delta] = (),
     ) -> None:
-        """`past` deltas were already sent to the client, so they only go into the journal."""
         self.request = request
         self.timeline = timeline
         self.begun = asyncio.Event()  # the decode worker has the prompt's KV, or the completion is over
@@ -37,9 +37,18 @@ class Completion:
         self._output = output
         self._usage = usage
         self._adapter = b""  # fingerprint of the adapter that the current attempt computes with
+
+    async def restore(self, past: Sequence[generation_pb2.Delta]) -> None:
+        """`past` deltas were already sent to the client, so they only go into the journal. Other tasks run in between:
+        100,000 tokens take seconds."""
+        request, unread = self.request, 0
         for delta in past:
             request.tokens.extend(delta.token_ids)
-            reader.read(decode_pb2.Tokens(token_ids=delta.token_ids))
+            self._reader.read(decode_pb2.Tokens(token_ids=delta.token_ids))
+            unread += len(delta.token_ids)
+            if unread >= RESTORED_TOKENS:
+                await asyncio.sleep(0)
+                unread = 0
         if past and past[-1].last and request.generated < request.max_tokens:
             request.stopped = True  # also where its end token is of a worker with another checkpoint than is known here
 

@@ -37,7 +37,7 @@ class RequestExecutor:
         output = OutputQueue()
         first, *others = [sibling for sibling in request.fan_out() if sibling.choice not in resume.ended]
         timeline.job_begun_with = _begun_with(resume, first.choice)
-        lead = self._completion(first, timeline, output, resume)
+        lead = self._completion(first, timeline, output)
 
         async def follow(other: Request) -> None:
             await lead.begun.wait()
@@ -47,9 +47,9 @@ class RequestExecutor:
                 own = RequestTimeline(timeline.arrived, span)
                 own.job_begun_with = _begun_with(resume, other.choice)
                 own.admitted(timeline)
-                await self._runner.run(self._completion(other, own, output, resume), deadline)
+                await self._run(self._completion(other, own, output), resume, deadline)
 
-        tasks = [asyncio.create_task(work) for work in (self._runner.run(lead, deadline), *map(follow, others))]
+        tasks = [asyncio.create_task(work) for work in (self._run(lead, resume, deadline), *map(follow, others))]
         for task in tasks:
             task.add_done_callback(output.over)
         try:
@@ -57,14 +57,16 @@ class RequestExecutor:
         finally:
             await asyncio.gather(*map(end, tasks))
 
-    def _completion(
-        self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
-    ) -> Completion:
+    async def _run(self, completion: Completion, resume: ResumeState, deadline: float) -> None:
+        await completion.restore(resume.deltas[completion.request.choice])
+        await self._runner.run(completion, deadline)
+
+    def _completion(self, request: Request, timeline: RequestTimeline, output: OutputQueue) -> Completion:
         markers = self._tokenizer.marker_ids if request.reading else ()
         prompt = request.tokens[: request.prompt_len]
         detokenizer = Detokenizer(self._tokenizer, markers, special=request.show_special, prompt=prompt)
         reader = OutputReader(detokenizer, request)
-        return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])
+        return Completion(request, timeline, reader, output, self._usage)
 
 
 def _begun_with(resume: ResumeState, choice: int) -> Begun | None:

@@ -195,15 +195,15 @@ class JobRunner:
         """Continues after the stored tokens. Raises an error that ends the attempt early."""
         model = self._models.named(job.kept.request.model)
         key = self._rate_limits.named(job.kept.tenant)
-        entries = await self._journal.all(job.record.job_id)
-        past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
-        stored = ResumeState(past)
+        stored = ResumeState()
+        async for page in self._journal.pages(job.record.job_id):
+            stored.add(generation_pb2.GenerateResponse.FromString(entry.event) for entry in page)
         self._check_workers(job, model.served, stored)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
             job.charged = True
             events = model.generation.generate(
-                job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
+                job.kept.request, job.kept.deadline - time(), tenant=key, resume=stored, headers=job.kept.trace.items
             )
             unfinished = choices(job.kept.request) - len(stored.ended)  # an end may be stored twice
             async with aclosing(events):

@@ -94,6 +94,9 @@ class ResumeState:
         self.ended: set[int] = set()
         self.adapter_fingerprint = b""
         self.computes_with: dict[int, str] = {}  # by completion: what its first token was computed with
+        self.add(events)
+
+    def add(self, events: Iterable[generation_pb2.GenerateResponse]) -> None:
         for event in events:
             if event.HasField("delta"):
                 self.deltas[event.delta.choice].append(event.delta)
