@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 from cluster.state.job_journal import Entry, JobRecord
 from cluster.state.job_journal import JobState as State
-from services.router.frontend.jobs_service import JobService
+from services.router.frontend.jobs_service import EVENTS_PER_MESSAGE, JobService
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.telemetry.tracing import NO_TRACING
 from tandem.v1 import generation_pb2, jobs_pb2
@@ -19,28 +19,53 @@ ASKED = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=ran
 
 
 class Journal:
-    """One job, whose stream has nothing yet."""
+    """One job, whose stream has these pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, *pages: list[Entry]) -> None:
+        self._pages = pages
         self.request = jobs_pb2.KeptJob(request=ASKED).SerializeToString()
 
     async def get(self, job_id: str) -> JobRecord:
         return JobRecord(job_id, self.request, State.OPEN, generation=1, tokens=0, error=None)
 
     async def watch(self, job_id: str, idle_s: float) -> AsyncIterator[list[Entry]]:
-        yield []
+        for page in self._pages:
+            yield page
+
+
+def service_of(journal: Journal) -> JobService:
+    models: Any = SimpleNamespace(named=lambda name: SimpleNamespace(names=("toy",)))
+    nothing: Any = None
+    return JobService(nothing, models, RateLimits(None), journal, nothing, NO_TRACING)  # type: ignore[arg-type]
+
+
+def watched(service: JobService, from_token: int) -> AsyncGenerator[jobs_pb2.WatchJobResponse, None]:
+    context: Any = SimpleNamespace(invocation_metadata=tuple)
+    return service.WatchJob(jobs_pb2.WatchJobRequest(job_id="j", from_token=from_token), context)
 
 
 async def test_a_watcher_does_not_keep_the_request_of_its_job() -> None:
     """A thousand of one tenant may watch for hours, and each request may be a megabyte."""
-    journal, some = Journal(), SimpleNamespace
-    models: Any = some(named=lambda name: some(names=("toy",)))
-    nothing: Any = None
-    service = JobService(nothing, models, RateLimits(None), journal, nothing, NO_TRACING)  # type: ignore[arg-type]
+    journal = Journal()
     before = sys.getrefcount(journal.request)
-    context: Any = some(invocation_metadata=tuple)
-    async with aclosing(service.WatchJob(jobs_pb2.WatchJobRequest(job_id="j"), context)) as watch:
+    async with aclosing(watched(service_of(journal), from_token=0)) as watch:
         first = await anext(watch)
         assert first.event.started.prompt_tokens == 1000
         kept = sys.getrefcount(journal.request)  # not within the assertion, which keeps it itself
     assert kept == before
+
+
+async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> None:
+    """One that has all tokens is sent none, and reading them costs the event loop as much: fifty such watchers of long
+    answers made every stream of the router stand still for half a second at a time."""
+    delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(index=0, token_ids=[1]))
+    page = [Entry("1", delta.SerializeToString())] * 640
+    counts: list[float] = []
+
+    async def keep(tenant: str, count: float) -> None:
+        counts.append(count)
+
+    service = service_of(Journal(page, page, [Entry("2", b"", State.FINISHED)]))
+    service._messages.keep = keep  # type: ignore[method-assign]
+    assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
+    assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE

@@ -42,6 +42,7 @@ MAX_WATCHERS = 1024  # of one tenant, at one router
 # To the watchers of one tenant together, at one router. A message costs the event loop some 0.1 ms, so they take 5 % of
 # it. Tokens that arrive while a watcher waits are merged into its next message.
 WATCH_MESSAGES_PER_S = 500.0
+EVENTS_PER_MESSAGE = 32  # stored events whose reading counts as a message: also those that a watcher has already
 WATCH_BURST_S = 0.1  # that they may be ahead of this rate
 IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
@@ -102,6 +103,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             yield jobs_pb2.WatchJobResponse(event=first)
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
+                    await self._messages.keep(key.name, len(entries) / EVENTS_PER_MESSAGE)
                     ended = next((entry.ended for entry in entries if entry.ended is not None), None)
                     events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
                     # A reconnecting watcher may have more tokens of one completion than of another. If from_token is

@@ -13,7 +13,7 @@ class TenantRate:
         self._burst_s = burst_s
         self._paid_at: dict[str, float] = {}  # when the units so far are within the rate (monotonic seconds)
 
-    async def keep(self, tenant: str, count: int) -> None:
+    async def keep(self, tenant: str, count: float) -> None:
         """Counts `count` units, and waits until the tenant is within the rate."""
         now = monotonic()
         self._paid_at[tenant] = max(now, self._paid_at.get(tenant, now)) + count / self._per_s
