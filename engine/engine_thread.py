@@ -180,8 +180,9 @@ class EngineThread:
             self._wake.notify()
         return future
 
-    async def compiled(self, sampling: Sampling) -> Any:
-        """The compiled `grammar` for a Sequence with this sampling; None without one. Not on the engine's thread.
+    async def compiled(self, sampling: Sampling, tenant: str) -> Any:
+        """The compiled `grammar` for a tenant's Sequence with this sampling; None without one. Not on the engine's
+        thread.
 
         Raises InvalidRequest for an invalid or too complex grammar, PreconditionFailed, Busy.
         """
@@ -189,7 +190,7 @@ class EngineThread:
             return None
         if self.engine.grammars is None:
             raise PreconditionFailed("this engine was built without grammars")
-        return await asyncio.wrap_future(self.engine.grammars.compile(sampling.grammar))
+        return await asyncio.wrap_future(self.engine.grammars.compile(sampling.grammar, tenant))
 
     async def add(self, sequence: Sequence) -> SequenceStream:
         """Starts a sequence and watches it."""

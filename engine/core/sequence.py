@@ -71,6 +71,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = DEFAULTS
     salt: bytes = b""
+    tenant: str = ""
     adapter: LoraSlot | None = None  # None: the base model
     # sampling.grammar, compiled before anything is reserved (engine.decoding.structured_output.Compiled)
     grammar: Any = None

@@ -1,15 +1,16 @@
 """Compiles grammars in the background, and remembers them.
 
-    compile ─▶ in their order, one at a time ─▶ Compiled
+    compile ─▶ a tenant's in their order, one at a time ─▶ Compiled
                 └─▶ one that takes longer than QUICK_CPU_S goes on beside the next ones, up to COMPILE_CPU_S
 
-So a grammar that is slow to compile, or is never done, does not hold up those of others.
+So a grammar that is slow to compile, or is never done, does not hold up others; and no number of them holds up those of
+another tenant.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,17 @@ QUICK_CPU_S = 0.25  # after which others are compiled beside it
 MAX_GRAMMAR_BYTES = 64 * 2**20
 CACHE_BYTES = 256 * 2**20
 CACHE_REFUSED = 256
-MAX_LEFT_BEHIND = 2  # threads in calls that may never end; with more, grammars are refused here
+MAX_LEFT_BEHIND = 2  # threads of a tenant in calls that may never end; with more, its grammars are refused here
 MOST_BESIDE = MAX_LEFT_BEHIND + 1  # such threads, and those of grammars that take long, beside one that begins
+
+
+class Line:
+    """The grammars of a tenant that are compiled, or wait for it."""
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1 + MOST_BESIDE, "grammar")
+        self.turn = threading.Lock()  # held to begin one
+        self.going = 0  # begun and not ended
 
 
 class Grammars:
@@ -39,12 +49,11 @@ class Grammars:
         self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(1 + MOST_BESIDE, "grammar")
-        self._turn = threading.Lock()  # held to begin one
+        self._lines: defaultdict[str, Line] = defaultdict(Line)  # by tenant
         self._waiting: dict[GrammarSpec, list[Future[Compiled]]] = {}  # for those that are being compiled
         self.left_behind = LeftBehind()
 
-    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
+    def compile(self, spec: GrammarSpec, tenant: str = "") -> Future[Compiled]:
         """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
         done: Future[Compiled] = Future()
         with self._lock:
@@ -53,28 +62,31 @@ class Grammars:
                 self._compiled.move_to_end(spec)
                 done.set_result(known)
                 return done
-        self._executor.submit(self._compile, spec, done)
+            line = self._lines[tenant]
+        line.executor.submit(self._compile, spec, done, line, tenant)
         return done
 
-    def _compile(self, spec: GrammarSpec, done: Future[Compiled]) -> None:
+    def _compile(self, spec: GrammarSpec, done: Future[Compiled], line: Line, tenant: str) -> None:
         """They begin one at a time. One that takes long lets others begin, unless too many go on beside them."""
-        with self._turn:
+        with line.turn:
             if not done.set_running_or_notify_cancel() or self._answered(spec, done):
                 return
             try:
-                call = self._begin(spec)
-            except Exception as error:  # raised to the caller
-                done.set_exception(error)
+                call = self._begin(spec, tenant)
+            except Exception as error:  # raised to the callers
+                self._answer(spec, error)
                 return
-            self._waiting[spec] = [done]
-            beside = not call.ends_within(QUICK_CPU_S) and len(self._waiting) + self.left_behind.count() <= MOST_BESIDE
+            with self._lock:
+                line.going += 1
+            beside = not call.ends_within(QUICK_CPU_S) and line.going + self.left_behind.count(tenant) <= MOST_BESIDE
             if not beside:
-                self._end(spec, call)
+                self._end(spec, call, line, tenant)
         if beside:
-            self._end(spec, call)
+            self._end(spec, call, line, tenant)
 
     def _answered(self, spec: GrammarSpec, done: Future[Compiled]) -> bool:
-        """Whether it is answered from memory, or with what comes of the same grammar, which is being compiled."""
+        """Whether it is answered from memory, or with what comes of the same grammar, which is being compiled. If not,
+        the caller is the one who compiles it."""
         with self._lock:
             if spec in self._compiled:
                 done.set_result(self._compiled[spec])
@@ -83,45 +95,51 @@ class Grammars:
             elif spec in self._waiting:
                 self._waiting[spec].append(done)
             else:
+                self._waiting[spec] = [done]
                 return False
             return True
 
-    def _begin(self, spec: GrammarSpec) -> NativeCall[Compiled]:
-        if self.left_behind.count() > MAX_LEFT_BEHIND:
+    def _begin(self, spec: GrammarSpec, tenant: str) -> NativeCall[Compiled]:
+        if self.left_behind.count(tenant) > MAX_LEFT_BEHIND:
             raise Busy(
-                "this worker still computes grammars that it has abandoned; `tandem drain` restarts it",
+                "this worker still computes grammars of this tenant that it has abandoned; `tandem drain` restarts it",
                 reason="GRAMMARS_STUCK",
                 retry_after=5.0,
             )
         known = self._vocabulary = self._vocabulary or vocabulary(self._folder, self._vocab_size, self._eos)
         return NativeCall("grammar-compile", lambda: compile_spec(spec, known))
 
-    def _end(self, spec: GrammarSpec, call: NativeCall[Compiled]) -> None:
-        """Waits for what comes of it, remembers it, and answers those who wait for it."""
-        found, failed = None, None
+    def _end(self, spec: GrammarSpec, call: NativeCall[Compiled], line: Line, tenant: str) -> None:
+        """Waits for what comes of it, and answers."""
         try:
-            found = self._bounded(spec, call)
+            self._answer(spec, self._bounded(spec, call, tenant))
         except Exception as error:  # raised to the callers
-            failed = error
+            self._answer(spec, error)
+        finally:
+            with self._lock:
+                line.going -= 1
+
+    def _answer(self, spec: GrammarSpec, found: Compiled | Exception) -> None:
+        """Remembers what came of it, and answers those who wait for it."""
         with self._lock:
-            if found is not None:
+            if isinstance(found, InvalidRequest):
+                self._refused[spec] = found
+                while len(self._refused) > CACHE_REFUSED:
+                    self._refused.popitem(last=False)
+            elif not isinstance(found, Exception):
                 self._compiled[spec] = found
                 while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
                     self._compiled.popitem(last=False)
-            elif isinstance(failed, InvalidRequest):
-                self._refused[spec] = failed
-                while len(self._refused) > CACHE_REFUSED:
-                    self._refused.popitem(last=False)
             waiting = self._waiting.pop(spec)
         for done in waiting:
-            if found is not None:
-                done.set_result(found)
+            if isinstance(found, Exception):
+                done.set_exception(found)
             else:
-                done.set_exception(failed)
+                done.set_result(found)
 
-    def _bounded(self, spec: GrammarSpec, call: NativeCall[Compiled]) -> Compiled:
+    def _bounded(self, spec: GrammarSpec, call: NativeCall[Compiled], tenant: str) -> Compiled:
         if not call.ends_within(COMPILE_CPU_S):
-            self.left_behind.add(call.thread)
+            self.left_behind.add(call.thread, tenant)
             raise InvalidRequest(
                 f"{spec.field} takes too long to compile; make it smaller",
                 reason="GRAMMAR_TOO_COMPLEX",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from queue import SimpleQueue
 from time import clock_gettime, pthread_getcpuclockid
 from typing import Generic, TypeVar
 
 POLL_S = 0.05
+LOWEST = 19  # nice
 T = TypeVar("T")
 
 
@@ -33,27 +36,34 @@ class NativeThread(threading.Thread):
         """It ends when its call does, if that ever happens."""
         self._work.put(None)
 
+    def stand_back(self) -> None:
+        """From now on it gets what is left of the processor. There is no way back."""
+        assert self.native_id is not None, "it was started"
+        with suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, self.native_id, LOWEST)
+
     def run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
 
 
 class LeftBehind:
-    """The threads of a process that were left in a call."""
+    """The threads of a process that were left in a call, and whose request it was."""
 
     def __init__(self) -> None:
-        self.threads: list[NativeThread] = []
+        self.threads: dict[NativeThread, str] = {}
         self._lock = threading.Lock()
 
-    def add(self, thread: NativeThread) -> None:
+    def add(self, thread: NativeThread, tenant: str) -> None:
+        thread.stand_back()
         thread.leave()
         with self._lock:
-            self.threads.append(thread)
+            self.threads[thread] = tenant
 
-    def count(self) -> int:
+    def count(self, tenant: str) -> int:
         with self._lock:
-            self.threads = [thread for thread in self.threads if thread.is_alive()]
-            return len(self.threads)
+            self.threads = {thread: whose for thread, whose in self.threads.items() if thread.is_alive()}
+            return sum(whose == tenant for whose in self.threads.values())
 
 
 class NativeCall(Generic[T]):

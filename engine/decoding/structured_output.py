@@ -7,8 +7,9 @@ All state is derived: from a request and its tokens, any worker computes the sam
 resume carry no matcher state.
 
 Compiling and matching are native calls that cannot be interrupted, and a hostile grammar may make one last for hours.
-So they run on threads that are abandoned when a call has taken too much CPU time: only that request fails. CPU time is
-measured because a busy machine is no reason to refuse a grammar.
+So they run on threads that are abandoned when a call has taken too much CPU time: only that request fails, and the
+thread gets what the others leave of the processor. CPU time is measured because a busy machine is no reason to refuse a
+grammar.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class Filling:
             field="sampling.grammar",
             bound=f"{TOKEN_CPU_S:g} s of CPU time for a token",
         )
-        self._masks.leave()
+        self._masks.leave(self._sequences[index].tenant)
         self._start(index + 1)
 
     def _start(self, index: int) -> None:
@@ -277,8 +278,8 @@ class Masks:
         self._thread = self._thread or NativeThread("grammar-masks")
         return self._thread
 
-    def leave(self) -> None:
-        self.left_behind.add(self.thread())
+    def leave(self, tenant: str) -> None:
+        self.left_behind.add(self.thread(), tenant)
         self._thread = None
 
     def end(self) -> None:

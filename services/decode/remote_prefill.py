@@ -136,6 +136,7 @@ class RemotePrefill:
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             skip_blocks=first_missing(self._worker, sequence, prefill.landing),
             layout_hash=prefill.peer.layout_hash,
             incarnation=request.prefill.incarnation,

@@ -78,7 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         request, worker = call.request, self._worker
         vocab_size = worker.engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
-        grammar = await worker.loop.compiled(sampling)
+        grammar = await worker.loop.compiled(sampling, request.tenant)
         self._check_adapter(request)
         async with AsyncExitStack() as held:
             name, meant = request.adapter.name, request.adapter.fingerprint
@@ -222,6 +222,7 @@ def _sequence(
         sampling=sampling,
         grammar=grammar,
         salt=request.cache_salt,
+        tenant=request.tenant,
         adapter=adapter,
     )
 

@@ -46,7 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         with worker.tracing.serve("prefill", context.invocation_metadata) as span:
             self._check(request)
             sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
-            grammar = await worker.loop.compiled(sampling)
+            grammar = await worker.loop.compiled(sampling, request.tenant)
             async with worker.adapters.held(request.adapter.name, request.adapter.fingerprint) as adapter:
                 async with aclosing(self._offer(request, sampling, grammar, adapter, span)) as events:
                     async for event in events:
@@ -114,6 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sampling=sampling,
             grammar=grammar,
             salt=request.cache_salt,
+            tenant=request.tenant,
             adapter=adapter,
             handoff=True,
         )

@@ -26,7 +26,7 @@ from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/sampling.proto\"\xc3\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12%\n\x07prefill\x18\t \x01(\x0b\x32\x14.tandem.v1.WorkerRef\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x14 \x01(\t\x12\x0c\n\x04lane\x18\x15 \x01(\x04\x12\r\n\x05\x61lone\x18\x16 \x01(\x08\x12#\n\x07\x61\x64\x61pter\x18\x46 \x01(\x0b\x32\x12.tandem.v1.Adapter\"8\n\x0b\x46\x65\x65\x64Request\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\t\x12\x18\n\x10interval_seconds\x18\x02 \x01(\x01\"N\n\x0c\x46\x65\x65\x64Response\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.tandem.v1.DecodeResponse\"\x98\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12#\n\x06tokens\x18\x02 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12!\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x10.tandem.v1.EndedH\x00\x12\x0c\n\x04lane\x18\x14 \x01(\x04\x42\x07\n\x05\x65vent\"S\n\x08\x41\x64mitted\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x46 \x01(\x0c\"\xf4\x01\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12*\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1b.tandem.v1.FirstTokenTiming\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12,\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12+\n\x08transfer\x18< \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x13\n\x0bpreemptions\x18= \x01(\r\"\x8a\x01\n\x10\x46irstTokenTiming\x12\x15\n\rtotal_seconds\x18\x01 \x01(\x01\x12\x15\n\radmit_seconds\x18\x02 \x01(\x01\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.tandem.v1.PrefillTiming\x12\x1d\n\x04path\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Path\"\x95\x01\n\x05\x45nded\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafted\x18( \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18) \x01(\r\"9\n\x10ProbePairRequest\x12%\n\x07prefill\x18\x01 \x01(\x0b\x32\x14.tandem.v1.WorkerRef\"\xa7\x01\n\x11ProbePairResponse\x12\x12\n\ncompatible\x18\x01 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x02 \x03(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04slow\x18\x06 \x01(\t\x12\x0b\n\x03why\x18\x07 \x01(\t\x12\x11\n\tconverted\x18\x08 \x01(\t2\xd3\x01\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse0\x01\x12\x39\n\x04\x46\x65\x65\x64\x12\x16.tandem.v1.FeedRequest\x1a\x17.tandem.v1.FeedResponse0\x01\x12\x46\n\tProbePair\x12\x1b.tandem.v1.ProbePairRequest\x1a\x1c.tandem.v1.ProbePairResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/sampling.proto\"\xd3\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x0e\n\x06tenant\x18\n \x01(\t\x12%\n\x07prefill\x18\t \x01(\x0b\x32\x14.tandem.v1.WorkerRef\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x14 \x01(\t\x12\x0c\n\x04lane\x18\x15 \x01(\x04\x12\r\n\x05\x61lone\x18\x16 \x01(\x08\x12#\n\x07\x61\x64\x61pter\x18\x46 \x01(\x0b\x32\x12.tandem.v1.Adapter\"8\n\x0b\x46\x65\x65\x64Request\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\t\x12\x18\n\x10interval_seconds\x18\x02 \x01(\x01\"N\n\x0c\x46\x65\x65\x64Response\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.tandem.v1.DecodeResponse\"\x98\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12#\n\x06tokens\x18\x02 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12!\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x10.tandem.v1.EndedH\x00\x12\x0c\n\x04lane\x18\x14 \x01(\x04\x42\x07\n\x05\x65vent\"S\n\x08\x41\x64mitted\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x46 \x01(\x0c\"\xf4\x01\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12*\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1b.tandem.v1.FirstTokenTiming\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12,\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12+\n\x08transfer\x18< \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x13\n\x0bpreemptions\x18= \x01(\r\"\x8a\x01\n\x10\x46irstTokenTiming\x12\x15\n\rtotal_seconds\x18\x01 \x01(\x01\x12\x15\n\radmit_seconds\x18\x02 \x01(\x01\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x18.tandem.v1.PrefillTiming\x12\x1d\n\x04path\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Path\"\x95\x01\n\x05\x45nded\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12+\n\x08transfer\x18\x02 \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafted\x18( \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18) \x01(\r\"9\n\x10ProbePairRequest\x12%\n\x07prefill\x18\x01 \x01(\x0b\x32\x14.tandem.v1.WorkerRef\"\xa7\x01\n\x11ProbePairResponse\x12\x12\n\ncompatible\x18\x01 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x02 \x03(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04slow\x18\x06 \x01(\t\x12\x0b\n\x03why\x18\x07 \x01(\t\x12\x11\n\tconverted\x18\x08 \x01(\t2\xd3\x01\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x18.tandem.v1.DecodeRequest\x1a\x19.tandem.v1.DecodeResponse0\x01\x12\x39\n\x04\x46\x65\x65\x64\x12\x16.tandem.v1.FeedRequest\x1a\x17.tandem.v1.FeedResponse0\x01\x12\x46\n\tProbePair\x12\x1b.tandem.v1.ProbePairRequest\x1a\x1c.tandem.v1.ProbePairResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,25 +38,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_TOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DECODEREQUEST']._serialized_start=88
-  _globals['_DECODEREQUEST']._serialized_end=411
-  _globals['_FEEDREQUEST']._serialized_start=413
-  _globals['_FEEDREQUEST']._serialized_end=469
-  _globals['_FEEDRESPONSE']._serialized_start=471
-  _globals['_FEEDRESPONSE']._serialized_end=549
-  _globals['_DECODERESPONSE']._serialized_start=552
-  _globals['_DECODERESPONSE']._serialized_end=704
-  _globals['_ADMITTED']._serialized_start=706
-  _globals['_ADMITTED']._serialized_end=789
-  _globals['_TOKENS']._serialized_start=792
-  _globals['_TOKENS']._serialized_end=1036
-  _globals['_FIRSTTOKENTIMING']._serialized_start=1039
-  _globals['_FIRSTTOKENTIMING']._serialized_end=1177
-  _globals['_ENDED']._serialized_start=1180
-  _globals['_ENDED']._serialized_end=1329
-  _globals['_PROBEPAIRREQUEST']._serialized_start=1331
-  _globals['_PROBEPAIRREQUEST']._serialized_end=1388
-  _globals['_PROBEPAIRRESPONSE']._serialized_start=1391
-  _globals['_PROBEPAIRRESPONSE']._serialized_end=1558
-  _globals['_DECODESERVICE']._serialized_start=1561
-  _globals['_DECODESERVICE']._serialized_end=1772
+  _globals['_DECODEREQUEST']._serialized_end=427
+  _globals['_FEEDREQUEST']._serialized_start=429
+  _globals['_FEEDREQUEST']._serialized_end=485
+  _globals['_FEEDRESPONSE']._serialized_start=487
+  _globals['_FEEDRESPONSE']._serialized_end=565
+  _globals['_DECODERESPONSE']._serialized_start=568
+  _globals['_DECODERESPONSE']._serialized_end=720
+  _globals['_ADMITTED']._serialized_start=722
+  _globals['_ADMITTED']._serialized_end=805
+  _globals['_TOKENS']._serialized_start=808
+  _globals['_TOKENS']._serialized_end=1052
+  _globals['_FIRSTTOKENTIMING']._serialized_start=1055
+  _globals['_FIRSTTOKENTIMING']._serialized_end=1193
+  _globals['_ENDED']._serialized_start=1196
+  _globals['_ENDED']._serialized_end=1345
+  _globals['_PROBEPAIRREQUEST']._serialized_start=1347
+  _globals['_PROBEPAIRREQUEST']._serialized_end=1404
+  _globals['_PROBEPAIRRESPONSE']._serialized_start=1407
+  _globals['_PROBEPAIRRESPONSE']._serialized_end=1574
+  _globals['_DECODESERVICE']._serialized_start=1577
+  _globals['_DECODESERVICE']._serialized_end=1788
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -614,7 +615,7 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
             go.wait(0.5)
             Matcher.fill(self, *arguments)
 
-    slow.matcher = Spins(slow.grammar, slow.stop_ids)
+    slow.matcher, slow.tenant = Spins(slow.grammar, slow.stop_ids), "slow"
     late.matcher = Sleeps(late.grammar, late.stop_ids)
     masks = Masks()
     filling = masks.begin([late, slow, good], VOCAB)
@@ -622,13 +623,14 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     assert [choice.token in b"ab" if choice.token else None for choice in choices] == [True, None, True]
     assert isinstance(choices[1].error, InvalidRequest)
     assert choices[1].error.reason == "GRAMMAR_TOO_COMPLEX"
-    assert masks.left_behind.count() == 1
+    assert (masks.left_behind.count("slow"), masks.left_behind.count("")) == (1, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, thread.native_id) for thread in masks.left_behind.threads} == {19}
     assert choose(torch.zeros(1, VOCAB), [good], masks.begin([good], VOCAB))[0].token in b"ab"
     go.set()
     masks.end()
     for thread in masks.left_behind.threads:
         thread.join(60)
-    assert masks.left_behind.count() == 0
+    assert masks.left_behind.count("slow") == 0
 
 
 def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads(
@@ -655,10 +657,10 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
     masks = Masks()
     leave = masks.leave
 
-    def leave_late() -> None:
+    def leave_late(tenant: str) -> None:
         left = masks.thread()
         go.set()
-        leave()
+        leave(tenant)
         left.join(60)  # it does all that it would do
 
     monkeypatch.setattr(masks, "leave", leave_late)
@@ -708,7 +710,7 @@ def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
 def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that takes too long is refused, at once when it comes again; the next one is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
-    hostile = GrammarSpec("regex", "(a*)*(a*)*(a|b)*(a|aa)*" * 45)
+    hostile = GrammarSpec("regex", "(a*)*(a*)*(a|b)*(a|aa)*" * 35)
     first = grammars.compile(GrammarSpec("regex", "a+")).result(60)
     assert grammars.compile(GrammarSpec("regex", "a+")).result(0) is first, "from the cache"
     monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 0.05)
@@ -755,7 +757,6 @@ def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest
     assert slow_ones[0].result(60) is slow_ones[2].result(60)
     assert all(one.result(60) for one in (*slow_ones, fourth, later))
     assert sorted(slow.begun) == ["A", "B", "C", "E", "d", "f"]
-    assert grammars.left_behind.count() == 0
     slow.go.clear()
     monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 600.0)
     alone, after = grammars.compile(GrammarSpec("regex", "G")), grammars.compile(GrammarSpec("regex", "h"))
@@ -764,6 +765,40 @@ def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest
     slow.go.set()
     assert alone.result(60)
     assert after.result(60)
+
+
+def test_a_tenant_s_grammars_hold_up_no_other_tenant(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Neither those that are slow, nor those that never end, after which its own are refused. The same grammar is
+    compiled once for all tenants."""
+    grammars, slow = Grammars(DEMO, 2048, [0]), Slow()
+    request.addfinalizer(slow.go.set)
+    monkeypatch.setattr(grammars_module, "compile_spec", slow.compile)
+    monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 600.0)
+    monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 0.01)
+    slow_ones = [grammars.compile(GrammarSpec("regex", text), "slow") for text in ("A", "B", "C", "E")]
+    behind = grammars.compile(GrammarSpec("regex", "d"), "slow")
+    with pytest.raises(TimeoutError):
+        behind.result(0.3)
+    assert grammars.compile(GrammarSpec("regex", "e"), "other").result(60)
+    shared = grammars.compile(GrammarSpec("regex", "A"), "other")
+    slow.go.set()
+    assert all(one.result(60) for one in (*slow_ones, behind))
+    assert shared.result(60) is slow_ones[0].result(0)
+    assert sorted(slow.begun) == ["A", "B", "C", "E", "d", "e"]
+    slow.go.clear()
+    monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 0.02)
+    for text in ("X", "Y", "Z"):
+        with pytest.raises(InvalidRequest, match="too long to compile"):
+            grammars.compile(GrammarSpec("regex", text), "slow").result(60)
+    with pytest.raises(Busy, match="of this tenant"):
+        grammars.compile(GrammarSpec("regex", "x"), "slow").result(60)
+    monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 600.0)
+    assert grammars.compile(GrammarSpec("regex", "x"), "other").result(60)
+    slow.go.set()
+    for thread in grammars.left_behind.threads:
+        thread.join(60)
 
 
 def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -798,7 +833,7 @@ def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch
     monkeypatch.setattr(grammars_module, "MAX_GRAMMAR_BYTES", 100)
     with pytest.raises(InvalidRequest, match="bytes"):
         grammars.compile(GrammarSpec("regex", "abc")).result(60)
-    monkeypatch.setattr(grammars.left_behind, "count", lambda: 3)
+    monkeypatch.setattr(grammars.left_behind, "count", lambda _: 3)
     with pytest.raises(Busy):
         grammars.compile(GrammarSpec("regex", "abcd")).result(60)
 

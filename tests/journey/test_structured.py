@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import engine.decoding.structured_output
 import engine.engine
+from tandem.client import AsyncClient
 from tandem.errors import Busy, InvalidRequest, TandemError
 from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
@@ -299,7 +301,7 @@ async def test_a_worker_that_compiles_no_grammar_serves_all_other_requests(
     """A request with a grammar goes elsewhere, or ends with the reason where all refuse it. Nobody else waits."""
     async with inside(model=DEMO) as cluster:
         for name, path, attempts in (("prefill-0", "local", 2), ("decode-0", "", 0)):
-            monkeypatch.setattr(cluster.workers[name].engine.grammars.left_behind, "count", lambda: 3)
+            monkeypatch.setattr(cluster.workers[name].engine.grammars.left_behind, "count", lambda _: 3)
             asked = cluster.client.generate(PROMPTS[0], timeout=10, **options(grammar={"regex": f"{name}x*"}))
             if path:
                 assert ((done := await asked).receipt.path, done.receipt.attempts) == (path, attempts)
@@ -310,6 +312,32 @@ async def test_a_worker_that_compiles_no_grammar_serves_all_other_requests(
             done = await cluster.client.generate(PROMPTS[1], max_tokens=4)
             assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
             assert done.receipt.phases["queue"] < 0.4, "of REJECTED_S"
+
+
+async def test_the_grammars_that_a_tenant_has_left_in_a_worker_are_its_own(
+    inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers know whose a request is, and refuse no other tenant's grammar."""
+    keys = {name: f"{name}-key-0123456789" for name in ("hostile", "other")}
+    (tmp_path / "keys").write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
+    asked: list[tuple[str, str]] = []
+
+    def count(name: str, tenant: str) -> int:
+        asked.append((name, tenant))
+        return 3 if tenant == "hostile" else 0
+
+    async with inside(model=DEMO, api_keys=tmp_path / "keys") as cluster:
+        for name in ("prefill-0", "decode-0"):
+            left_behind = cluster.workers[name].engine.grammars.left_behind
+            monkeypatch.setattr(left_behind, "count", partial(count, name))
+        async with AsyncClient(cluster.router.address, api_key=keys["hostile"]) as hostile:
+            with pytest.raises(Busy) as caught:
+                await hostile.generate(PROMPTS[0], timeout=10, **options())
+        assert caught.value.reason == "GRAMMARS_STUCK"
+        async with AsyncClient(cluster.router.address, api_key=keys["other"]) as other:
+            done = await other.generate(PROMPTS[0], **options())
+        assert (done.receipt.path, done.receipt.attempts) == ("disaggregated", 1)
+        assert {("prefill-0", "other"), ("decode-0", "other")} <= set(asked)
 
 
 async def test_stop_strings_cut_the_text_and_end_the_work(inside: Any) -> None:

@@ -203,6 +203,7 @@ def _decode_request(request: Request, placement: Placement, attempt: int, alone:
         sampling=request.sampling,
         stop_token_ids=request.stop_ids,
         cache_salt=request.salt,
+        tenant=request.tenant,
         alone=alone,
     )
     if request.generated:
