@@ -14,7 +14,7 @@ from engine.decoding import new_tokens
 from tandem.errors import SettingsError
 from tests.journey.test_sampling import check, options
 from tests.support import oracle
-from tests.support.faults import together
+from tests.support.faults import slow_down, together
 
 NEW = 60
 
@@ -63,15 +63,36 @@ async def test_answers_are_those_without_drafts(
 
 
 async def test_prompt_lookup_needs_no_second_model(inside: Any, tiny: Path, always: None) -> None:
-    """A text that repeats itself is guessed from itself, and the answer stays what it is."""
+    """A text that repeats itself is guessed from itself, and the answer stays what it is, also on the worker that goes
+    on with it when its own goes away in between."""
     prompts = oracle.prompts(tiny, [20, 33])
     how = {"max_tokens": NEW, "ignore_eos": True, "logit_bias": dict.fromkeys(range(20, 26), 60.0), "seed": 3}
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    begun = asyncio.Event()
+
+    async def collect(client: Any, index: int) -> None:
+        async for piece in client.stream(prompts[index], temperature=1.5, **how):
+            pieces[index].append(piece)
+            if all(sum(len(piece.token_ids) for piece in one) >= 8 for one in pieces):
+                begun.set()
+
     async with inside() as cluster:
         expected = [await cluster.client.generate(prompt, temperature=1.5, **how) for prompt in prompts]
-    async with inside(speculation="ngram") as cluster:
+    async with inside(speculation="ngram", decode=2) as cluster:
         done = [await cluster.client.generate(prompt, temperature=1.5, **how) for prompt in prompts]
         assert [one.token_ids for one in done] == [one.token_ids for one in expected]
         assert sum(one.receipt.accepted for one in done) > 0
+        for name in ("decode-0", "decode-1"):
+            slow_down(cluster.workers[name])
+        running = asyncio.gather(*(collect(cluster.client, index) for index in range(len(prompts))))
+        async with asyncio.timeout(30):
+            await begun.wait()
+        await cluster.workers["decode-0"].grpc.stop(0.0)
+        await running
+        assert [[t for piece in one for t in piece.token_ids] for one in pieces] == [one.token_ids for one in expected]
+        moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]
+        assert moved, "the fault must have hit a stream"
+        assert sum(receipt.accepted for receipt in moved) > 0
 
 
 async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar: Path, always: None) -> None:
