@@ -20,6 +20,7 @@ import services.watchdog
 import services.worker
 from cluster.state import redis_store
 from cluster.state.embedded_valkey import EmbeddedValkey
+from engine import engine_thread
 from engine.runner import captured_steps
 from kvtransfer.sender import Sender
 from kvtransfer.types import Ticket
@@ -138,7 +139,13 @@ def inside(
 
     @asynccontextmanager
     async def start(
-        *, prefill: int = 1, decode: int = 1, wrap: Wrap | None = None, measured: bool = False, **settings: Any
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        wrap: Wrap | None = None,
+        measured: bool = False,
+        hung_step_s: float = 60.0,
+        **settings: Any,
     ) -> AsyncIterator[Inside]:
         exits: Queue[int] = Queue()
         given = {
@@ -182,6 +189,8 @@ def inside(
         for module in (services.worker, services.router.server):
             monkeypatch.setattr(module, "MAX_LOOP_BLOCKED_S", 300.0)
         monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 30.0)
+        # A step waits for whatever else this process and the machine do; the product's 2 s are for a worker by itself.
+        monkeypatch.setattr(engine_thread, "LEAST_STEP_S", hung_step_s)
         # All peers are this process: when none answers a ping, the machine is busy.
         patient = {name: PING_TIMEOUT_MS for name, _ in CHANNEL_OPTIONS if name.endswith("_timeout_ms")}
         monkeypatch.setattr(grpc_server, "PING_TIMEOUT_MS", PING_TIMEOUT_MS)

@@ -22,6 +22,7 @@ from tests.support.stopwatch import Stopwatch
 COUNT, NEW = 6, 120
 MARK_S = 0.25  # a stopwatch costs milliseconds: not one for each token
 HANG_S = 3.0  # the promise: found and streams resumed
+HUNG_STEP_S = 2.0  # the product's
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ async def left(worker: Worker) -> TandemError:
 
 async def test_a_hung_step_is_found_and_its_streams_go_on(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
     """Within three seconds; the worker says that it does not serve, and its process would end."""
-    async with inside(decode=2) as cluster:
+    async with inside(decode=2, hung_step_s=HUNG_STEP_S) as cluster:
         streams = Streams(cluster, tiny)
         running = asyncio.create_task(streams.run())
         await streams.moved.wait()
@@ -115,7 +116,7 @@ async def test_control_without_the_watchdog_its_streams_hang(
 ) -> None:
     """For as long as anybody waits."""
     monkeypatch.setattr(Watchdog, "start", lambda _: None)
-    async with inside(decode=2) as cluster:
+    async with inside(decode=2, hung_step_s=HUNG_STEP_S) as cluster:
         streams = Streams(cluster, tiny)
         running = asyncio.create_task(streams.run())
         await streams.moved.wait()
@@ -127,7 +128,7 @@ async def test_control_without_the_watchdog_its_streams_hang(
 
 async def test_a_prompt_whose_step_hangs_is_placed_again(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
     """The same on a prefill worker."""
-    async with inside(prefill=2) as cluster:
+    async with inside(prefill=2, hung_step_s=HUNG_STEP_S) as cluster:
         victim = cluster.workers["prefill-0"]
         with Block(victim):
             assert await Streams(cluster, tiny).run() == plain
@@ -136,7 +137,7 @@ async def test_a_prompt_whose_step_hangs_is_placed_again(inside: Any, tiny: Path
 
 async def test_a_worker_whose_transport_broke_leaves(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
     """It could read nothing any more, and would look idle."""
-    async with inside(decode=2) as cluster:
+    async with inside(decode=2, hung_step_s=HUNG_STEP_S) as cluster:
         streams = Streams(cluster, tiny)
         running = asyncio.create_task(streams.run())
         await streams.moved.wait()
