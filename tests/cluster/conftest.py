@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from cluster.state import redis_store
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.registry import Registry
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is there may be late, where others have the cores."""
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 10.0)
 
 
 @pytest.fixture
@@ -29,6 +36,6 @@ def valkey(directory: Path) -> Iterator[EmbeddedValkey]:
 
 @pytest.fixture
 async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
-    connection = Registry(valkey.url, "test", ttl_s=5.0)
+    connection = Registry(valkey.url, "test", ttl_s=60.0)
     yield connection
     await connection.close()

@@ -26,7 +26,7 @@ from tandem.errors import SettingsError, Unavailable
 from tandem.settings import Settings
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
-SOON_S = 20.0
+SOON_S = 60.0
 SECRET = "s3cret-of-the-registry"
 RIGHTS = "~tandem:{test}:* &tandem:{test}:* +@read +@write +@scripting +@pubsub +@connection -@dangerous +time"
 USER = f"user tandem on >{SECRET} {RIGHTS}"
@@ -57,7 +57,7 @@ def valkey(port: int, *options: str, config: str = "") -> Iterator[subprocess.Po
 
 
 def answers(port: int) -> None:
-    for _ in range(200):
+    for _ in range(600):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as connection:
                 connection.sendall(b"PING\r\n")

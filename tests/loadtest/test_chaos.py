@@ -186,12 +186,12 @@ def test_short_requests_are_asked_for_more_often() -> None:
     kernels.serving(CPU) == kernels.REFERENCE,
     reason="in plain PyTorch the last bits of a log probability depend on the batch",
 )
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(620)
 def test_a_short_run_finds_every_answer_right_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """With some real faults in it."""
     report_file = tmp_path / "report.json"
     process = start(folder, "--only", ",".join(QUICK), "--json", str(report_file), name="chaos")
-    output, _ = process.communicate(timeout=410)
+    output, _ = process.communicate(timeout=610)
     assert process.returncode == 0, output
     report = json.loads(report_file.read_text())
     assert report["wrong"] == []
