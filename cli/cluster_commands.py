@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -193,20 +193,13 @@ def plan(
         shape = read_shape(model)
         if weights not in (formats := (CHECKPOINT, *shape.quantised)):
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
+        served: dict[str, Any] = {"utilization": utilization, "block_size": block_size}
+        served |= {"dtype": dtype, "weights": weights, "kv_dtype": kv_dtype}
         if device_memory is not None:
             from planner.ranks import fits
 
             each = int(device_memory * 2**30)
-            found = fits(
-                shape,
-                model,
-                each,
-                utilization=utilization,
-                dtype=dtype,
-                weights=weights,
-                block_size=block_size,
-                kv_dtype=kv_dtype,
-            )
+            found = fits(shape, model, each, **served)
             _show_ranks(found, each, output)
             return
         if tp > 1:
@@ -218,11 +211,7 @@ def plan(
         plan = capacity(
             shape,
             memory=int(memory * 2**30),
-            utilization=utilization,
-            dtype=dtype,
-            weights=weights,
-            block_size=block_size,
-            kv_dtype=kv_dtype,
+            **served,
             contexts=tuple(sorted(lengths)),
             concurrencies=(1, 8, 32, 128),
             slots=max_num_seqs + 1,

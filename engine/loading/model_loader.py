@@ -33,6 +33,7 @@ from engine.loading import (
 )
 from engine.loading.attention_probe import Learnt
 from engine.loading.cut_check import Whole
+from engine.loading.module_loader import Source
 from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
@@ -78,18 +79,9 @@ def load_model(
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
     format = _format(weights, dtype, device, packer)
-    packed, whole, own = quantized_checkpoint.read(files, config), None, None
-    if group is None:
-        module = module_loader.load_whole(folder, files, config, dtype, packed)
-    else:
-        module, own, whole = module_loader.load_part(folder, files, config, dtype, packed, group, format, say)
-    say(f"{config.model_type} loaded from {folder}")
-    if method is not None:
-        say(quantized_checkpoint.adopt(module, packer, packed, own.parts if own else None))
-    del packed
-    torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
-    if own is not None and format is not None:  # the whole model that it is compared with has rounded weights, too
-        say(_quantise(module, format, packer, own))
+    source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config))
+    module, whole = _loaded(source, device, method, format, packer, group, say)
+    del source
     learnt = _learn(module, group, whole, say, bool(adapters or later_rank), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
@@ -111,6 +103,32 @@ def load_model(
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     return _finished(model, whole, say)
+
+
+def _loaded(
+    source: Source,
+    device: torch.device,
+    method: str | None,
+    format: str | None,
+    packer: Packer | None,
+    group: RankGroup | None,
+    say: Callable[[str], None],
+) -> tuple[PreTrainedModel, Whole | None]:
+    """The module on its device, quantised weights over their codes where exact; of several ranks this one's part, with
+    products rounded to `format`, and on rank 0 what the whole model computes."""
+    own: Cut | None = None
+    whole: Whole | None = None
+    if group is None:
+        module = module_loader.load_whole(source)
+    else:
+        module, own, whole = module_loader.load_part(source, group, format, say)
+    say(f"{source.config.model_type} loaded from {source.folder}")
+    if method is not None:
+        say(quantized_checkpoint.adopt(module, packer, source.packed, own.parts if own else None))
+    torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
+    if own is not None and format is not None:  # the whole has rounded weights, too
+        say(_quantise(module, format, packer, own))
+    return module, whole
 
 
 def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Learnt, group: RankGroup | None) -> str:

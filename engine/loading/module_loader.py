@@ -7,6 +7,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,20 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
 
 
-def load_whole(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype, packed: Weights | None
-) -> PreTrainedModel:
-    """`packed` are the files' tensors where transformers does not unpack them (quantized_checkpoint.read)."""
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is to be computed with in a dtype. `packed` are its tensors where transformers does not unpack
+    them (quantized_checkpoint.read)."""
+
+    folder: Path
+    files: list[Path]
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    packed: Weights | None
+
+
+def load_whole(source: Source) -> PreTrainedModel:
+    folder, config, dtype, packed = source.folder, source.config, source.dtype, source.packed
     with _loading(folder, config):
         options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
         if packed is None:
@@ -58,20 +69,13 @@ def load_whole(
                 None, config=shapes.config, state_dict=packed.tensors, **options
             )
             _add_generation(module, folder)
-    _check_report(folder, files, module, report, packed)
+    _check_report(source, module, report)
     whole: PreTrainedModel = module.eval()
     return whole
 
 
 def load_part(
-    folder: Path,
-    files: list[Path],
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    packed: Weights | None,
-    group: RankGroup,
-    format: str | None,
-    say: Callable[[str], None],
+    source: Source, group: RankGroup, format: str | None, say: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Cut, Whole | None]:
     """The part of one rank, which meets the others in its forward; its cut; and the logits of the whole model on rank
     0, with products in `format`, to which the caller rounds the part."""
@@ -81,23 +85,23 @@ def load_part(
         with weight_quantization.rounding(model, format) if format else nullcontext():
             return cut_check.whole(model)
 
-    with _loading(folder, config):
-        shapes = _shapes(config, dtype)
+    with _loading(source.folder, source.config):
+        shapes = _shapes(source.config, source.dtype)
         own = cut(shapes, group)
         if format:
             own.check_groups(shapes, format)
-        weights = part_loader.WeightFiles(files, shapes, packed)
+        weights = part_loader.WeightFiles(source.files, shapes, source.packed)
         if weights.strange is None:
-            module, report = part_loader.load(shapes, weights, own, dtype)
-            _add_generation(module, folder)
-            _check_report(folder, files, module, report, packed)
+            module, report = part_loader.load(shapes, weights, own, source.dtype)
+            _add_generation(module, source.folder)
+            _check_report(source, module, report)
             if group.rank == 0:
                 with part_loader.streamed(shapes, weights, module) as streamed:
                     expected = whole(streamed)
     if weights.strange is not None:
         say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
         with group.in_turn():  # only one rank holds the whole model at a time
-            module = load_whole(folder, files, config, dtype, packed)
+            module = load_whole(source)
             expected = whole(module) if group.rank == 0 else None
             own.take(module)
             return_memory()
@@ -145,20 +149,18 @@ def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
 
 
-def _check_report(
-    folder: Path, files: list[Path], module: PreTrainedModel, report: dict[str, Any], packed: Weights | None
-) -> None:
+def _check_report(source: Source, module: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raises CheckpointRefused for what transformers would fill with random numbers, and for what is left over."""
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(problem) or ()))
         if names:
             raise CheckpointRefused(
-                f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
+                f"{source.folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
     unexpected = sorted(map(str, report.get("unexpected_keys") or ()))
-    quantized_checkpoint.check_keys(unexpected, packed)
-    if packed is None:
-        checkpoint.check_biases(files, module, unexpected)
+    quantized_checkpoint.check_keys(unexpected, source.packed)
+    if source.packed is None:
+        checkpoint.check_biases(source.files, module, unexpected)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import kernels
-from engine.core.weight_formats import BITS, of_head
+from engine.core.weight_formats import BITS
 from engine.kernels import weight_quantization
 from engine.loading import cut_check, gptq_awq_fp8, part_loader
 from engine.loading.self_check import pack
@@ -26,24 +26,11 @@ from tests.engine.conftest import TWO, two_layers
 from tests.engine.test_gptq_awq_fp8 import ALL, configure
 from tests.engine.test_gptq_awq_fp8 import make as make_packed
 from tests.engine.test_ranks import CUTS, PROMPTS, engine_of, follow, greedy, random_biases, table
+from tests.support.quantised import rounded
 
 pytestmark = pytest.mark.skipif(
     kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators"
 )
-
-
-def rounded(base: Path, folder: Path, format: str) -> Path:
-    """A plain checkpoint in float32 with the weights that one rank's codes represent."""
-    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
-    model = auto.from_pretrained(base, dtype=torch.float32)
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            codes = weight_quantization.quantise(module.weight.detach(), of_head(format) if module is head else format)
-            module.weight = nn.Parameter(codes.weight())
-    model.config.tie_word_embeddings = False
-    model.save_pretrained(folder)
-    return folder
 
 
 def codes_of(module: Any) -> dict[str, torch.Tensor]:

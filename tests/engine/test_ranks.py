@@ -396,9 +396,8 @@ def test_loading_takes_the_memory_of_a_part(
     config = module_loader.read_config(large)
     module_loader.return_memory()
     with rank_memory.Loading() as loading:
-        module, _, expected = module_loader.load_part(
-            large, checkpoint.check_folder(large), config, dtype, None, group, None, lambda line: None
-        )
+        source = module_loader.Source(large, checkpoint.check_folder(large), config, dtype, None)
+        module, _, expected = module_loader.load_part(source, group, None, lambda line: None)
     memory = loading.memory()
     assert expected is not None
     narrower = 4 // dtype.itemsize

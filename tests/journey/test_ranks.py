@@ -17,6 +17,7 @@ from tests.journey.test_handoff import harming
 from tests.support import oracle
 from tests.support.faults import Harm, only_first, slow_down
 from tests.support.memory import block_view
+from tests.support.quantised import rounded
 from tests.support.rank_copies import rank_copies
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +59,18 @@ async def test_pools_of_any_two_sizes_give_the_tokens_of_transformers(
         assert (pair.compatible, pair.prefill_tp, pair.decode_tp) == (True, prefill, decode)
         sizes_of = {worker.role: worker.tp for worker in await client.workers()}
         assert (sizes_of["prefill"], sizes_of["decode"]) == (prefill, decode)
+        assert await cluster.ledgers_balance()
+
+
+async def test_workers_with_rounded_weights_pair_whatever_their_ranks(inside: Any, tiny: Path, tmp_path: Path) -> None:
+    """Two ranks prefill for one, over codes of the same weights: the tokens of transformers with rounded weights."""
+    reference = rounded(tiny, tmp_path / "rounded", "int8")
+    prompts = oracle.prompts(tiny, [7, 50])
+    async with inside(prefill_tp=2, decode_tp=1, weights="int8") as cluster:
+        for prompt in prompts:
+            answer = await cluster.client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True)
+            assert answer.token_ids == oracle.greedy(reference, prompt, NEW)
+            assert answer.receipt.path == "disaggregated"
         assert await cluster.ledgers_balance()
 
 
