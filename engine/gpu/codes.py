@@ -11,6 +11,7 @@ weight, as in engine/gpu/products.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,9 @@ class RowCodes(Codes):
             x, self.codes, self.scales, self.zeros, bias, self.n, self.k, self.group, self.depth, self.format
         )
         return out
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        yield self.weight()
 
     def weight(self) -> torch.Tensor:
         """The weight that the codes represent: float32 `[n, k]`."""

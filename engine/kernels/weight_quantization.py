@@ -12,7 +12,7 @@ looking up rows takes little time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.core.weight_formats import group_of, of_head, weight_bytes
+from engine.core.weight_formats import BITS, group_of, of_head, weight_bytes
 from engine.kernels import fresh_memory, modules
 from tandem.errors import CheckpointRefused
 
@@ -32,9 +32,16 @@ CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: shares of a group's range that ar
 SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of absolute values
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
+PIECE = 4 << 20  # elements of a weight that are in float32 at a time
+PANEL_ROWS = 64  # a multiple of the rows of every level's panel
 _CODES = "_tandem_codes"
 
 Largest = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rows_at_a_time(k: int) -> int:
+    """Of a weight with k columns, in float32; whole panels."""
+    return max(PANEL_ROWS, PIECE // k // PANEL_ROWS * PANEL_ROWS)
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,22 @@ class Codes:
 
     def weight(self) -> torch.Tensor:
         """The weight that the codes represent: float32 `[n, k]`."""
+        return self._rows(0, self.n)
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The same, some rows after the other: as a whole it would take several times the memory of its codes."""
+        rows = rows_at_a_time(self.k)
+        for first in range(0, self.n, rows):
+            yield self._rows(first, min(self.n, first + rows))
+
+    def _rows(self, first: int, stop: int) -> torch.Tensor:
+        """From the first row of a panel to the last one of a panel, or of the weight."""
+        nbytes, groups = -(-self.k // 2) * BITS[self.format] // 4, -(-self.k // self.group)  # of a row
+        end = None if stop == self.n else stop
         out: torch.Tensor = torch.ops.tandem.unpack_codes.default(
-            self.codes, self.scales, self.n, self.k, self.group, self.format
+            self.codes[first * nbytes : end and end * nbytes],
+            self.scales[first * groups : end and end * groups],
+            *(stop - first, self.k, self.group, self.format),
         )
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
@@ -92,20 +113,27 @@ def rounded(weight: torch.Tensor, format: str, largest: Largest | None = None) -
     """The codes (int16 `[n, k]`) and scales (`[n, groups]`) nearest to a weight, by torch alone. `largest` is for a
     weight that is some columns of a larger one, whose rows share scales: it makes of each row's largest absolute value
     that of the whole row."""
-    wide = weight.float()
-    n, k = wide.shape
+    n, k = weight.shape
     group = group_of(format, k)
+    codes = torch.empty(n, k, dtype=torch.int16, device=weight.device)
+    pieces = [*zip(torch.split(weight, rows := rows_at_a_time(k)), torch.split(codes, rows), strict=True)]
     if format == "bf16":
-        return wide.bfloat16().view(torch.int16), torch.ones(n, 1)
-    parts = F.pad(wide, (0, -k % group)).view(n, -1, group)  # [n, groups, group]
+        for part, own in pieces:
+            own.copy_(part.bfloat16().view(torch.int16))
+        return codes, torch.ones(n, 1, device=weight.device)
+
+    def grouped(part: torch.Tensor) -> torch.Tensor:
+        return F.pad(part.float(), (0, -k % group)).view(len(part), -1, group)  # [rows, groups, group]
+
     if format == "int4":
-        scales = _int4_scales(parts)
+        scales = torch.cat([_int4_scales(grouped(part)) for part, _ in pieces])
     else:
-        own = parts.abs().amax(2)
-        scales = (own if largest is None else largest(own)) / LARGEST[format]
+        size = torch.cat([grouped(part).abs().amax(2) for part, _ in pieces])
+        scales = (size if largest is None else largest(size)) / LARGEST[format]
     scales = torch.where(scales == 0, 1.0, scales)
-    units = parts / scales.unsqueeze(2)
-    return codes_of(units, format).view(n, -1)[:, :k], scales
+    for (part, own), steps in zip(pieces, torch.split(scales, rows), strict=True):
+        own.copy_(codes_of(grouped(part) / steps.unsqueeze(2), format).flatten(1)[:, :k])
+    return codes, scales
 
 
 def represented(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -> torch.Tensor:
@@ -145,16 +173,21 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
         group,
         format,
     )
-    weight = represented(codes, scales, group, format)
-    same = torch.equal(ours.weight(), weight)
+    del flat
     generator = torch.Generator().manual_seed(0)
-    for rows in ROWS_TRIED if same else ():
-        x = torch.randn(rows, k, generator=generator).bfloat16()
-        theirs = F.linear(x.float(), weight)
-        size = F.linear(x.float().abs(), weight.abs())  # of what is summed
-        for dtype, rounding in ROUNDING.items():
-            gap = (ours.multiply(x.to(dtype), None).float() - theirs).abs()
-            same &= bool((gap <= rounding * theirs.abs() + SUM_GAP * size).all())  # false for NaN
+    tried = [torch.randn(rows, k, generator=generator).bfloat16() for rows in ROWS_TRIED]
+    found = [[ours.multiply(x.to(dtype), None).float() for dtype in ROUNDING] for x in tried]
+    same, last = True, 0
+    for piece in ours.pieces():
+        part, last = slice(last, last + len(piece)), last + len(piece)
+        weight = represented(codes[part], scales[part], group, format)
+        same &= torch.equal(piece, weight)
+        for x, outs in zip(tried, found, strict=True):
+            theirs = F.linear(x.float(), weight)
+            size = F.linear(x.float().abs(), weight.abs())  # of what is summed
+            for out, rounding_of in zip(outs, ROUNDING.values(), strict=True):
+                gap = (out[:, part] - theirs).abs()
+                same &= bool((gap <= rounding_of * theirs.abs() + SUM_GAP * size).all())  # false for NaN
     if not same:
         raise CheckpointRefused(
             f"a weight of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
@@ -212,9 +245,10 @@ def rounding(model: PreTrainedModel, format: str) -> Iterator[None]:
     layers: list[Any] = [layer for layer in model.modules() if modules.weight_of(layer) is not None]
 
     def product(layer: Any, own: str, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = rounded(layer.weight.detach(), own)
-        weight = represented(codes, scales, group_of(own, layer.in_features), own)
-        return F.linear(x.float(), weight, None if layer.bias is None else layer.bias.float()).to(x.dtype)
+        weight = layer.weight.detach()
+        pieces = (rounded(part, own) for part in torch.split(weight, rows_at_a_time(weight.shape[1])))
+        group = group_of(own, weight.shape[1])
+        return _by_pieces(layer, x, (represented(*piece, group, own) for piece in pieces))
 
     for layer in layers:
         layer.__dict__["forward"] = partial(product, layer, of_head(format) if layer is head else format)
@@ -309,8 +343,13 @@ class Dequantised:
     """torch's product with the weights that the codes represent, rebuilt for each call: the self-check's reference."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias: torch.Tensor | None = self.bias  # type: ignore[attr-defined]  # the module's own
-        return F.linear(x.float(), _codes(self).weight(), None if bias is None else bias.float()).to(x.dtype)
+        return _by_pieces(self, x, _codes(self).pieces())
+
+
+def _by_pieces(layer: Any, x: torch.Tensor, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+    """torch's product with a weight in float32, of which one piece is in memory at a time."""
+    out = torch.cat([F.linear(x.float(), piece) for piece in pieces], -1)
+    return (out if layer.bias is None else out + layer.bias.float()).to(x.dtype)
 
 
 def _codes(layer: Any) -> Codes:

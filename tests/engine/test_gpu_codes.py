@@ -120,8 +120,7 @@ def test_weights_are_rounded_at_load_where_a_device_multiplies_with_codes() -> N
     codes = weight_quantization.quantise(layer.weight.detach(), "int4", ON_CPU)
     assert isinstance(codes, gpu.RowCodes)
     assert (codes.weight() - layer.weight).abs().max() < 0.02
-    model = type("Model", (), {"dtype": torch.float32, "device": torch.device("cuda"), "weight_bytes": 0})
     with pytest.raises(SettingsError, match="weights = bf16 is not served on CUDA"):
-        model_loader.quantise(model, "bf16", ON_CPU)  # type: ignore[arg-type]
+        model_loader._format("bf16", torch.float32, torch.device("cuda"), ON_CPU)
     with pytest.raises(SettingsError, match="or Triton on CUDA"):
-        model_loader.quantise(model, "int8", None)  # type: ignore[arg-type]
+        model_loader._format("int8", torch.float32, torch.device("cuda"), None)

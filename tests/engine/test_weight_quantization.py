@@ -161,6 +161,21 @@ def test_rounding_is_to_the_nearest(format: str) -> None:
 
 
 @built
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_weight_in_pieces_is_the_weight(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded and proven in pieces of whole panels and a rest, it has the same codes and scales; so has what they
+    represent."""
+    weight = torch.randn(150, 97)
+    whole = weight_quantization.quantise(weight, format)
+    monkeypatch.setattr(weight_quantization, "PIECE", 64 * 97)
+    pieces = weight_quantization.quantise(weight, format)
+    assert torch.equal(pieces.codes, whole.codes)
+    assert torch.equal(pieces.scales, whole.scales)
+    assert [len(piece) for piece in pieces.pieces()] == [64, 64, 22]
+    assert torch.equal(torch.cat([*pieces.pieces()]), whole.weight())
+
+
+@built
 def test_operators_refuse_what_does_not_fit() -> None:
     """Codes or scales of another size, other types, odd groups: an error, never a read of other memory."""
     packed, ops, x = weight_quantization.quantise(torch.randn(20, 30), "int8"), torch.ops.tandem, torch.randn(4, 30)
