@@ -16,8 +16,8 @@ LOOPBACK = "127.0.0.1"
 def make_transport(
     kind: str, region: Region, worker_id: str, incarnation: str, layout_hash: str, host: str = LOOPBACK
 ) -> Transport:
-    """`kind` is "nixl", "nccl", "auto" or "inprocess"; only the backends of that kind are imported. `host`: this
-    worker's own address, for connections that a transport accepts. Raises SettingsError, Unavailable."""
+    """`kind` is "nixl", "nccl" or "auto"; only the backends of that kind are imported. `host`: this worker's own
+    address, for connections that a transport accepts. Raises SettingsError, Unavailable."""
     if kind == "nixl":
         from kvtransfer.backends.nixl_transport import NixlTransport
 
@@ -30,13 +30,7 @@ def make_transport(
         return NcclTransport(region, worker_id, incarnation, layout_hash, host)
     if kind == "auto":
         return _auto(region, worker_id, incarnation, layout_hash, host)
-    if kind == "inprocess":
-        from kvtransfer.backends.in_process import InProcessTransport
-
-        return InProcessTransport(region, worker_id, incarnation, layout_hash)
-    raise SettingsError(
-        f"unknown KV transport {kind!r}", field="transport", bound='"nixl", "nccl", "auto" or "inprocess"'
-    )
+    raise SettingsError(f"unknown KV transport {kind!r}", field="transport", bound='"nixl", "nccl" or "auto"')
 
 
 def _auto(region: Region, worker_id: str, incarnation: str, layout_hash: str, host: str) -> Transport:

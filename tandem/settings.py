@@ -219,9 +219,9 @@ class Settings(BaseSettings):
     adapter_max_rank: Annotated[int, Field(ge=1, le=1024)] = 16
     """The largest rank of an adapter that is loaded while the cluster runs; with adapter_root."""
 
-    transport: Literal["nixl", "nccl", "auto", "inprocess"] = "nixl"
+    transport: Literal["nixl", "nccl", "auto"] = "nixl"
     """The transport of KV. nccl: torch.distributed, on CPU by Gloo over TCP and on CUDA by NCCL. auto: both; each pair
-    of workers uses the one measured to be faster. inprocess is for tests that run both pools in one process."""
+    of workers uses the one measured to be faster."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Deadline of a request without one, and the longest permitted deadline."""
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 4.0

@@ -482,14 +482,14 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cluster.local_cluster", module)
     flags = "--model m --prefill 2 --decode 3 --port 0 --dtype float32 --redis redis://h --max-num-seqs 4 --threads 1"
     more = "--block-size 8 --kv-blocks 64 --max-model-len 128 --max-num-batched-tokens 32 --memory-utilization 0.5"
-    rest = "--device cpu --cluster blue --ray-address auto --transport inprocess --logs kept --kv-dtype fp8"
+    rest = "--device cpu --cluster blue --ray-address auto --transport nccl --logs kept --kv-dtype fp8"
     rest += " --adapter a=x --adapter b=y=z --output json"
     result = CliRunner().invoke(app, ["up", *flags.split(), *more.split(), *rest.split()])
     assert result.exit_code == 3, result.output
     given = {"model": "m", "prefill": 2, "decode": 3, "port": 0, "dtype": "float32", "redis": "redis://h", "threads": 1}
     given |= {"max_num_seqs": 4, "block_size": 8, "kv_blocks": 64, "max_model_len": 128, "max_num_batched_tokens": 32}
     given |= {"memory_utilization": 0.5, "device": "cpu", "cluster": "blue", "ray_address": "auto"}
-    given |= {"transport": "inprocess", "logs": Path("kept"), "kv_dtype": "fp8", "adapters": {"a": "x", "b": "y=z"}}
+    given |= {"transport": "nccl", "logs": Path("kept"), "kv_dtype": "fp8", "adapters": {"a": "x", "b": "y=z"}}
     assert {name: getattr(seen[0], name) for name in given} == given
 
 

@@ -33,6 +33,7 @@ from services.worker import Worker
 from tandem import model_settings
 from tandem.async_client import AsyncClient
 from tandem.settings import Settings
+from tests.support.in_process_transport import InProcessTransport
 from tests.support.loaded_models import LoadedModels
 from tests.support.stopwatch import Stopwatch
 
@@ -165,6 +166,9 @@ def inside(
             "local_prefill": "never",  # a test of the seam must cross it
             **settings,
         }
+        if given["transport"] == "inprocess":  # which is no setting: the workers of a cluster are processes
+            given["transport"] = "nixl"
+            monkeypatch.setattr(services.worker, "make_transport", lambda _, *rest: InProcessTransport(*rest[:4]))
         if wrap:
             make = services.worker.make_transport
 

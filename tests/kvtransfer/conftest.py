@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvtransfer.transport import Pair, Transport
 from kvtransfer.types import Peer, ReadStats, Region
 from loadtest.microbench.kv_source import Dialler
 from tests.support.copies import Copy
+from tests.support.in_process_transport import InProcessTransport
 
 LAYOUT = "layout-1"
 # Seconds within which a helper process must have done what it was told.
@@ -36,7 +38,8 @@ class Pages:
     def __init__(self, kind: str, worker_id: str, incarnation: str, num_blocks: int, block_bytes: int) -> None:
         self.array = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
         self.region = Region(self.array.ctypes.data, num_blocks, block_bytes, keepalive=self.array)
-        self.transport = make_transport(kind, self.region, worker_id, incarnation, LAYOUT)
+        make = InProcessTransport if kind == "inprocess" else partial(make_transport, kind)
+        self.transport = make(self.region, worker_id, incarnation, LAYOUT)
 
     @property
     def peer(self) -> Peer:

@@ -109,7 +109,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "kvtransfer/receiver.py": ("tests/kvtransfer/test_receiver.py",),
     "kvtransfer/transport.py": ("tests/kvtransfer/test_transport.py", "tests/kvtransfer/test_receiver.py"),
     "kvtransfer/factory.py": ("tests/kvtransfer/test_transport.py",),
-    "kvtransfer/backends/in_process.py": ("tests/kvtransfer/test_transport.py",),
     "kvtransfer/backends/ucx_log.py": (
         "tests/kvtransfer/test_ucx_log.py",
         *_some("tests/kvtransfer/test_nixl.py", "test_link_names_each_transport"),

@@ -32,7 +32,6 @@ AWAITED = {
     ("cluster/ray_actors.py", "_prepare"),  # whoever takes a spare or counts them
     ("cluster/ray_actors.py", "_with_stages"),  # itself
     ("kvtransfer/backends/nixl_transport.py", "connect"),  # every caller
-    ("kvtransfer/backends/in_process.py", "read"),  # itself
     ("kvtransfer/backends/nccl/transport.py", "_begin"),  # every connect and read, by the end of the link
     ("kvtransfer/backends/nccl/transport.py", "_talk"),  # itself
     ("kvtransfer/backends/nccl/transport.py", "answer"),  # itself: every end is an event that it waits for

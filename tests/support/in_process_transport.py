@@ -1,4 +1,4 @@
-"""A Transport between workers of one process: memmove, with the failures of the real one."""
+"""A Transport between workers of one process, for tests: memmove, with the failures of the real ones."""
 
 from __future__ import annotations
 
