@@ -207,16 +207,15 @@ class Diagnosis(_Dict):
 
 
 def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
-    return Pools([_worker(worker) for worker in answer.workers], dict(answer.wanted))
+    return Pools([from_message(Worker, worker) for worker in answer.workers], dict(answer.wanted))
 
 
 def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
-    pools = [Verdict(verdict.role, verdict.size, verdict.wanted, verdict.why) for verdict in answer.pools]
-    return Autoscaling(answer.mode, answer.age_seconds, pools)
+    return from_message(Autoscaling, answer, pools=[from_message(Verdict, verdict) for verdict in answer.pools])
 
 
 def adapter(one: admin_pb2.ServedAdapter) -> ServedAdapter:
-    return ServedAdapter(one.name, one.path, one.fingerprint.hex(), one.loaded_at, one.model)
+    return from_message(ServedAdapter, one, fingerprint=one.fingerprint.hex())
 
 
 def audit(answer: admin_pb2.AuditResponse) -> Audit:
@@ -224,17 +223,8 @@ def audit(answer: admin_pb2.AuditResponse) -> Audit:
 
 
 def diagnosis(answer: admin_pb2.DiagnoseResponse) -> Diagnosis:
-    return Diagnosis(
-        pairs=[from_message(Pair, pair) for pair in answer.pairs],
-        registry_reachable=answer.registry_reachable,
-        registry_round_trip=answer.registry_round_trip_seconds,
-        versions=dict(sorted(answer.versions.items())),
-        problems=list(answer.problems),
-    )
-
-
-def _worker(worker: admin_pb2.Worker) -> Worker:
-    return from_message(Worker, worker, heartbeat_age=worker.heartbeat_age_seconds)
+    pairs = [from_message(Pair, pair) for pair in answer.pairs]
+    return from_message(Diagnosis, answer, pairs=pairs, versions=dict(sorted(answer.versions.items())))
 
 
 def _ledger(ledger: common_pb2.Ledger) -> Ledger:
@@ -244,11 +234,9 @@ def _ledger(ledger: common_pb2.Ledger) -> Ledger:
         worker_id=ledger.worker.worker_id,
         incarnation=ledger.worker.incarnation,
         address=ledger.worker.address,
-        entries=[Held(entry.owner, list(entry.blocks), entry.age_seconds) for entry in ledger.entries],
+        entries=[from_message(Held, entry) for entry in ledger.entries],
         faults=[*ledger.faults, *_sums(ledger)],
-        states=from_message(StateLedger, ledger.states, owners=list(ledger.states.owners))
-        if ledger.HasField("states")
-        else None,
+        states=from_message(StateLedger, ledger.states) if ledger.HasField("states") else None,
     )
 
 

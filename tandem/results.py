@@ -32,14 +32,14 @@ Value = TypeVar("Value", bound=_Dict)
 
 
 def from_message(kind: type[Value], message: Any, **others: Any) -> Value:
-    """A value of the message's fields that it has under the same names, repeated ones as lists; `others` differ."""
-    same = {
-        name: getattr(message, name)
-        for name in message.DESCRIPTOR.fields_by_name
-        if name in kind.__dataclass_fields__ and name not in others
-    }
-    lists = {name: list(value) for name, value in same.items() if isinstance(value, MutableSequence)}
-    return kind(**{**same, **lists, **others})
+    """A value of the message's fields, by their names without `_seconds`, repeated ones as lists; `others` differ."""
+    same: dict[str, Any] = {}
+    for own in message.DESCRIPTOR.fields_by_name:
+        name = own.removesuffix("_seconds")
+        if name in kind.__dataclass_fields__ and name not in others:
+            value = getattr(message, own)
+            same[name] = list(value) if isinstance(value, MutableSequence) else value
+    return kind(**same, **others)
 
 
 # ---- one request
@@ -233,7 +233,7 @@ def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 def job(answer: jobs_pb2.Job) -> Job:
-    return Job(answer.job_id, _STATES.get(answer.state, "open"), answer.tokens, answer.takeovers, answer.error)
+    return from_message(Job, answer, state=_STATES.get(answer.state, "open"))
 
 
 def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -> Receipt:
@@ -242,25 +242,13 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
         Receipt,
         receipt,
         path=_PATHS.get(receipt.path, "unknown"),
-        ttft=receipt.ttft_seconds,
         phases={phase.name: phase.seconds for phase in receipt.phases},
-        tpot=receipt.tpot_seconds,
-        total=receipt.total_seconds,
-        transfer=_transfer(receipt.transfer) if receipt.HasField("transfer") else None,
+        transfer=from_message(Transfer, receipt.transfer) if receipt.HasField("transfer") else None,
         choices=max(1, receipt.choices),
         client_ttft=client_ttft,
-        estimate=_estimate(receipt.estimate) if receipt.HasField("estimate") else None,
+        estimate=from_message(Estimate, receipt.estimate) if receipt.HasField("estimate") else None,
     )
-
-
-def _estimate(message: generation_pb2.Estimate) -> Estimate:
-    return Estimate(message.wait_seconds, message.compute_seconds, message.here_seconds, message.there_seconds)
 
 
 def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
     return [receipt(message) for message in answer.receipts]
-
-
-def _transfer(report: common_pb2.TransferReport) -> Transfer:
-    numbers = (report.bytes, report.blocks, report.seconds, report.exposed_seconds)
-    return Transfer(report.transport, *numbers, report.why, report.converted)
