@@ -145,6 +145,17 @@ def _bytes(field: str, text: str | bytes) -> bytes:
         raise _unencodable(field, text, "bytes or Unicode text") from error
 
 
+def _texts(field: str, texts: Any, bound: str = "a list of strings") -> list[bytes]:
+    try:
+        return [_bytes(field, text) for text in texts]
+    except TypeError as error:
+        raise _unencodable(field, texts, bound) from error
+
+
+def _set_ids(message: Any, field: str, ids: Any) -> None:
+    _add_ids(field, ids, getattr(message, field))
+
+
 def _add_ids(field: str, ids: Any, into: Any) -> None:
     try:
         values = list(ids)
@@ -153,21 +164,10 @@ def _add_ids(field: str, ids: Any, into: Any) -> None:
         raise _unencodable(field, ids, "a list of integers of 64 bits") from error
 
 
-def _add_stop_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -> None:
-    _add_ids(field, ids, sampling.stop_token_ids)
-
-
-def _add_allowed_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -> None:
-    _add_ids(field, ids, sampling.allowed_token_ids)
-
-
 def _add_bad_words(sampling: sampling_pb2.SamplingParams, field: str, words: Any) -> None:
     if isinstance(words, str | bytes):  # whose characters are not the words
         raise _unencodable(field, words, "a list of strings")
-    try:
-        sampling.bad_words.extend([_bytes(field, word) for word in words])
-    except TypeError as error:
-        raise _unencodable(field, words, "a list of strings") from error
+    sampling.bad_words.extend(_texts(field, words))
 
 
 def _add_bias(sampling: sampling_pb2.SamplingParams, field: str, bias: Any) -> None:
@@ -178,10 +178,8 @@ def _add_bias(sampling: sampling_pb2.SamplingParams, field: str, bias: Any) -> N
 
 
 def _add_stops(sampling: sampling_pb2.SamplingParams, field: str, stop: Any) -> None:
-    try:
-        sampling.stop.extend([_bytes(field, text) for text in ([stop] if isinstance(stop, str | bytes) else stop)])
-    except TypeError as error:
-        raise _unencodable(field, stop, "a string or a list of strings") from error
+    texts = [stop] if isinstance(stop, str | bytes) else stop
+    sampling.stop.extend(_texts(field, texts, "a string or a list of strings"))
 
 
 def _add_grammar(sampling: sampling_pb2.SamplingParams, field: str, grammar: Any) -> None:
@@ -197,10 +195,7 @@ def _add_grammar(sampling: sampling_pb2.SamplingParams, field: str, grammar: Any
     if kind == "json":
         _set(into, kind, value)
     elif kind == "choice":
-        try:
-            into.choice.texts.extend([_bytes("grammar.choice", text) for text in value])
-        except TypeError as error:
-            raise _unencodable("grammar.choice", value, "a list of strings") from error
+        into.choice.texts.extend(_texts("grammar.choice", value))
     else:
         if kind == "json_schema" and not isinstance(value, str | bytes):
             try:
@@ -249,11 +244,11 @@ def _set_tool_choice(message: Any, field: str, value: Any) -> None:
 
 
 SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
-    "stop_token_ids": _add_stop_ids,
+    "stop_token_ids": _set_ids,
     "logit_bias": _add_bias,
     "grammar": _add_grammar,
     "stop": _add_stops,
-    "allowed_token_ids": _add_allowed_ids,
+    "allowed_token_ids": _set_ids,
     "bad_words": _add_bad_words,
     "cache_salt": _set_bytes,
     "tools": _set_json,
