@@ -29,6 +29,7 @@ This module imports nothing but the standard library, so that every layer may ra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 
@@ -61,13 +62,8 @@ class TandemError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross Ray's process border; the default would call __init__ without the keywords.
-        return (_rebuild, (type(self), self.message, self.reason, self.field, self.bound, self.retry_after))
-
-
-def _rebuild(
-    cls: type[TandemError], message: str, reason: str, field: str | None, bound: str | None, retry_after: float | None
-) -> TandemError:
-    return cls(message, reason=reason, field=field, bound=bound, retry_after=retry_after)
+        about = {name: getattr(self, name) for name in ("reason", "field", "bound", "retry_after")}
+        return (partial(type(self), **about), (self.message,))
 
 
 class InvalidRequest(TandemError):

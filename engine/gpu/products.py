@@ -104,14 +104,14 @@ def linear(
 
 
 @operator("linear(Tensor x, Tensor weight, Tensor? bias, int n, int k) -> Tensor")
-def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int) -> torch.Tensor:
-    assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
-    return linear(x, weight, bias)
-
-
 @operator("linear_add(Tensor x, Tensor weight, Tensor? bias, int n, int k, Tensor beside) -> Tensor")
-def with_sum(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int, k: int, beside: torch.Tensor
+def plain(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert weight.shape == (n, k), f"a weight of {tuple(weight.shape)} for {n} x {k}"
     return linear(x, weight, bias, beside)
@@ -151,6 +151,10 @@ def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 @operator(
     "linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
     " int depth, str format) -> Tensor"
+)
+@operator(
+    "linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
+    " int depth, str format, Tensor beside) -> Tensor"
 )
 def over_codes(
     x: torch.Tensor,
@@ -199,26 +203,6 @@ def siblings_over_codes(
         return [over_codes(x, *one, k, group, depth, format) for one in each]
     kept = whole.view(torch.int8) if format == "int8" else whole
     return _apart(x, linear(x, kept, bias, None, Scaled(scale, zero, group, FORMATS[format], depth), n), n)
-
-
-@operator(
-    "linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, int group,"
-    " int depth, str format, Tensor beside) -> Tensor"
-)
-def over_codes_with_sum(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    n: int,
-    k: int,
-    group: int,
-    depth: int,
-    format: str,
-    beside: torch.Tensor,
-) -> torch.Tensor:
-    return over_codes(x, codes, scales, zeros, bias, n, k, group, depth, format, beside)
 
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor")

@@ -8,7 +8,7 @@ import pytest
 
 from services.router.tenancy import rate_limits
 from services.router.tenancy.api_keys import ApiKey, ApiKeys, Limits
-from services.router.tenancy.rate_limits import RateLimits
+from services.router.tenancy.rate_limits import RateLimits, check_prompt
 from tandem.errors import Busy, PermissionDenied, TooLarge
 
 
@@ -78,4 +78,4 @@ def test_a_long_prompt_of_a_job_waits_for_a_full_bucket(clock: list[float]) -> N
     with pytest.raises(Busy), rate_limits.job(key, 790, 100):
         pass
     with pytest.raises(TooLarge):
-        rate_limits.check_job(key, 801)
+        check_prompt(key, 801)

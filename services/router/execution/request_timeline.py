@@ -71,10 +71,6 @@ class RequestTimeline:
         self._admitted = like._admitted if like else monotonic()
 
     @property
-    def tokens_sent(self) -> int:
-        return self._sent
-
-    @property
     def ttft(self) -> float | None:
         """Seconds to the first token; None before that."""
         return self._ttft if self._sent else None
@@ -184,7 +180,7 @@ class RequestTimeline:
             cached_tokens=min(self._first.prefill.cached_tokens, request.prompt_len),
             unresumed_tokens=self._first.prefill.unresumed_tokens,
             ttft_seconds=self._ttft,
-            phases=[_phase(name, seconds) for name, seconds in self._phases()],
+            phases=[generation_pb2.Phase(name=name, seconds=seconds) for name, seconds in self._phases()],
             tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
             total_seconds=monotonic() - self.arrived,
             transfer=self._transfer(),
@@ -261,7 +257,3 @@ def _estimate(estimate: Estimate | None) -> generation_pb2.Estimate | None:
         here_seconds=estimate.local_cost_s,
         there_seconds=estimate.remote_cost_s,
     )
-
-
-def _phase(name: str, seconds: float) -> generation_pb2.Phase:
-    return generation_pb2.Phase(name=name, seconds=seconds)

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.router.preprocess.offload import Offload
-from services.router.tenancy.rate_limits import RateLimits
+from services.router.tenancy.rate_limits import RateLimits, check_count
 from services.router.tenancy.tenant_rate import TenantRate
 from tandem.errors import Busy, Cancelled, DeadlineExceeded, InvalidRequest, TooLarge
 from tandem.grpc_errors import known_errors
@@ -27,6 +27,7 @@ PIECE_BYTES = 256 * 1024  # a body is kept in pieces of about this size until a 
 BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
 
 Result = TypeVar("Result")
+Bytes = TypeVar("Bytes", bytes, bytearray)
 
 
 class Bodies:
@@ -126,7 +127,7 @@ class BodyReader:
 
     def check_together(self, request: Request, requests: int) -> None:
         """Raises TooLarge if one HTTP request has more requests than its tenant may ever have in progress."""
-        self._rate_limits.check_together(self._rate_limits.who(request.headers.get("authorization")), requests)
+        check_count(self._rate_limits.who(request.headers.get("authorization")), requests)
 
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
         """Returns or raises what work(body, *args) does; runs it on a thread if the body is long."""
@@ -144,7 +145,7 @@ class BodyReader:
 
     async def _done(self, tenant: str, pieces: list[bytearray], work: Callable[..., Result], *args: Any) -> Result:
         with known_errors("http"):
-            return await self._offload.run(tenant, sum(map(len, pieces)), _joined, pieces, work, *args)
+            return await self._offload.run(tenant, sum(map(len, pieces)), joined, pieces, work, *args)
 
     async def _body(self, request: Request, tenant: str, more: Callable[[int], None]) -> list[bytearray]:
         """The whole body, which is JSON."""
@@ -177,7 +178,8 @@ class BodyReader:
         return pieces
 
 
-def _joined(pieces: list[bytearray], work: Callable[..., Result], *args: Any) -> Result:
+def joined(pieces: list[Bytes], work: Callable[..., Result], *args: Any) -> Result:
+    """Runs `work` over the whole body, without a second copy of it."""
     body = b"".join(pieces)
     pieces.clear()
     return work(body, *args)

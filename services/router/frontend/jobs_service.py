@@ -24,7 +24,7 @@ from services.router.frontend.job_runner import JobRunner, choices
 from services.router.models import Models
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS
 from services.router.tenancy.api_keys import ApiKey
-from services.router.tenancy.rate_limits import RateLimits
+from services.router.tenancy.rate_limits import RateLimits, check_prompt
 from services.router.tenancy.tenant_rate import TenantRate
 from tandem.errors import (
     Busy,
@@ -204,7 +204,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         ]
 
     def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:
-        self._rate_limits.check_job(key, len(request.token_ids.ids))
+        check_prompt(key, len(request.token_ids.ids))
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,

@@ -70,14 +70,6 @@ class RateLimits:
             if not began():
                 tenant.tokens += taken
 
-    def check_together(self, key: ApiKey, requests: int) -> None:
-        """Raises TooLarge if `requests` are more than the tenant may ever have in progress."""
-        _check_count(key, requests)
-
-    def check_job(self, key: ApiKey, prompt_tokens: int) -> None:
-        """Raises TooLarge for a prompt that can never be charged to its tenant."""
-        _check_prompt(key, prompt_tokens)
-
     @contextmanager
     def job(self, key: ApiKey, prompt_tokens: int, longest: int) -> Iterator[Allowance]:
         """Charges a job's prompt, and allows it a part of its `longest` tokens. Raises Busy while that would leave too
@@ -85,7 +77,7 @@ class RateLimits:
         if key.limits.tokens_per_minute is None:
             yield Allowance(key, _Tenant(), longest)
             return
-        self.check_job(key, prompt_tokens)
+        check_prompt(key, prompt_tokens)
         allowance = Allowance(key, self._tenants.setdefault(key.name, _Tenant()), longest)
         allowance.take(prompt_tokens)
         try:
@@ -142,7 +134,7 @@ class Allowance:
 
 
 def _check_requests(key: ApiKey, tenant: _Tenant, requests: int) -> None:
-    _check_count(key, requests)
+    check_count(key, requests)
     most = key.limits.requests
     if most is not None and tenant.running + requests > most:
         raise Busy(
@@ -152,7 +144,8 @@ def _check_requests(key: ApiKey, tenant: _Tenant, requests: int) -> None:
         )
 
 
-def _check_count(key: ApiKey, requests: int) -> None:
+def check_count(key: ApiKey, requests: int) -> None:
+    """Raises TooLarge if `requests` are more than the tenant may ever have in progress."""
     most = key.limits.requests
     if most is not None and requests > most:
         raise TooLarge(
@@ -162,7 +155,8 @@ def _check_count(key: ApiKey, requests: int) -> None:
         )
 
 
-def _check_prompt(key: ApiKey, tokens: int) -> None:
+def check_prompt(key: ApiKey, tokens: int) -> None:
+    """Raises TooLarge for a prompt that can never be charged to its tenant."""
     most = key.limits.tokens_per_minute
     if most is not None and tokens > most:
         raise TooLarge(
@@ -174,7 +168,7 @@ def _check_prompt(key: ApiKey, tokens: int) -> None:
 
 def _take(key: ApiKey, tenant: _Tenant, tokens: int) -> int:
     """Returns how many were taken."""
-    _check_prompt(key, tokens)
+    check_prompt(key, tokens)
     most = key.limits.tokens_per_minute
     if most is None:
         return 0

@@ -20,6 +20,7 @@ from cluster.state.job_journal import Kept
 from services.router.frontend.batches import batch_lines
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.batches.line_runner import LineRunner
+from services.router.frontend.http_body import joined
 from services.router.models import Models
 from services.router.preprocess.offload import MEDIUM_BYTES, Offload
 from tandem.errors import Busy, TandemError, Unavailable
@@ -155,7 +156,7 @@ class BatchRunner:
         pieces = await self._store.input(record)
         endpoint = record.fields["endpoint"]
         # As a long text of any size: MAX_RUNNING bounds these bytes, and the tenant's requests go on meanwhile.
-        found = await self._offload.run(record.tenant, MEDIUM_BYTES + 1, _read, pieces, endpoint)
+        found = await self._offload.run(record.tenant, MEDIUM_BYTES + 1, joined, pieces, batch_lines.read, endpoint)
         if found.errors:
             await self._end(record, BatchStatus.FAILED, found.errors)
             return
@@ -231,12 +232,6 @@ class BatchRunner:
     async def _end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[dict[str, object]] = ()) -> None:
         _own(await self._store.end(record, status, errors))
         log.info("batch.ended", batch=record.batch_id, status=status.value)
-
-
-def _read(pieces: list[bytes], endpoint: str) -> batch_lines.Input:
-    content = b"".join(pieces)
-    pieces.clear()
-    return batch_lines.read(content, endpoint)
 
 
 def _begun(left: Sequence[Line]) -> list[Line]:
