@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.product_kernels import e4m3
+from engine.gpu.product_kernels import e4m3, product
 
 FULL, WINDOW, CHUNK = 0, 1, 2  # reaches: how REACH is given, with `span` tokens
 
@@ -38,16 +38,6 @@ def with_sinks(top, total, values, sinks, head, here):
     """A sink takes part in the sum and adds no value."""
     sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
     return merged(top, total, values, sink, sink * 0.0 + 1.0, values * 0.0)
-
-
-@triton.jit
-def product(a, b, EXACT: tl.constexpr):
-    """`a @ b` in float32; 16-bit operands unless EXACT."""
-    if EXACT:  # noqa: SIM108
-        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        c = tl.dot(a, b.to(a.dtype))
-    return c
 
 
 @triton.jit

@@ -184,8 +184,8 @@ class Router:
         self.batch_store = open_store(self.settings)
         lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, parsers)
         self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models)
-        files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
-        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(parsers))
+        files = FilesApi(self.batch_store, self.bodies, most_bytes)
+        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, list(parsers))
         return files, batches
 
     async def start(self) -> None:

@@ -16,6 +16,7 @@ import structlog
 from cluster.state.adapter_list import LoadedAdapter, taken, unknown
 from cluster.state.registry import State, WorkerRecord
 from services.grpc_server import Channels
+from services.router.frontend.json_body import is_utf8
 from services.router.models import Model, Models
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import (
@@ -145,14 +146,6 @@ def _listed(model: Model) -> list[admin_pb2.ServedAdapter]:
         *(admin_pb2.ServedAdapter(name=name, path=path, model=model.key) for name, path in given.items()),
         *(_served(name, adapter, model.key) for name, adapter in loaded.items() if name not in given),
     ]
-
-
-def is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
 
 
 def _refusal(worker_id: str, error: TandemError) -> TandemError:

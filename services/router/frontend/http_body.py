@@ -125,20 +125,24 @@ class BodyReader:
         # At this rate even the longest body arrives well within its time limit.
         self.bodies = Bodies(max(MAX_TENANT_BODY_BYTES, most), max(BODY_BYTES_PER_S, 4 * most / BODY_TIMEOUT_S))
 
+    def tenant(self, request: Request) -> str:
+        """Raises Unauthenticated."""
+        return self._rate_limits.who(request.headers.get("authorization")).name
+
     def check_together(self, request: Request, requests: int) -> None:
         """Raises TooLarge if one HTTP request has more requests than its tenant may ever have in progress."""
         check_count(self._rate_limits.who(request.headers.get("authorization")), requests)
 
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
         """Returns or raises what work(body, *args) does; runs it on a thread if the body is long."""
-        tenant = self._rate_limits.who(request.headers.get("authorization")).name
+        tenant = self.tenant(request)
         with self.bodies.of(tenant) as more:
             pieces = await self._body(request, tenant, more)
             return await self._done(tenant, pieces, work, *args)
 
     async def read_form(self, request: Request, most: int, work: Callable[..., Result], *args: Any) -> Result:
         """As `read`, for a form of at most `most` bytes, whose content type the caller has checked."""
-        tenant = self._rate_limits.who(request.headers.get("authorization")).name
+        tenant = self.tenant(request)
         with self.bodies.of(tenant) as more:
             pieces = await self._received(request, tenant, most, more)
             return await self._done(tenant, pieces, work, *args)

@@ -65,11 +65,18 @@ def check_lengths(fields: dict[str, Any], most_items: Mapping[str, int]) -> None
 
 def clean(text: str, where: str) -> str:
     """The text for a string field of the proto. Raises InvalidRequest for lone surrogates, which JSON permits."""
+    if not is_utf8(text):
+        raise wrong(where, "not valid Unicode", "valid Unicode")
+    return text
+
+
+def is_utf8(text: str) -> bool:
+    """Whether the text has no lone surrogate."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise wrong(where, "not valid Unicode", "valid Unicode") from error
-    return text
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.router.frontend import json_body
-from services.router.frontend.json_body import encode, to_json
+from services.router.frontend.json_body import encode, is_utf8, to_json
 from services.router.preprocess.json_limits import wrong
 from tandem.errors import InvalidRequest
 
@@ -91,7 +91,7 @@ def _split(content: bytes) -> Iterator[tuple[int, bytes]]:
 def _problem(fields: dict[str, Any], endpoint: str, known: set[str], place: int) -> dict[str, Any] | None:
     """The error of a line itself; its body is checked when it runs."""
     custom_id = fields.get("custom_id")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID or not _is_unicode(custom_id):
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID or not is_utf8(custom_id):
         bound = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters."
         return _wrong("invalid_custom_id", bound, place, "custom_id")
     if custom_id in known:
@@ -107,10 +107,6 @@ def _problem(fields: dict[str, Any], endpoint: str, known: set[str], place: int)
 
 def _wrong(code: str, message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
     return {"code": code, "line": line, "message": message, "param": param}
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 # ---- results

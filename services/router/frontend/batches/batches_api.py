@@ -19,7 +19,6 @@ from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.json_limits import wrong
-from services.router.tenancy.rate_limits import RateLimits
 
 WINDOW = "24h"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # pairs, characters; OpenAI's bounds
@@ -52,14 +51,12 @@ class BatchesApi:
         store: BatchStore,
         runner: BatchRunner,
         bodies: BodyReader,
-        rate_limits: RateLimits,
         endpoints: Sequence[str],
     ) -> None:
         """`endpoints`: those whose requests a batch may have."""
         self._store = store
         self._runner = runner
         self._bodies = bodies
-        self._rate_limits = rate_limits
         self._endpoints = tuple(endpoints)
 
     def routes(self) -> list[Route]:
@@ -72,7 +69,7 @@ class BatchesApi:
 
     async def create(self, request: Request) -> Response:
         """Raises InvalidRequest, NotFound for an unknown file, Busy or PreconditionFailed for too many batches."""
-        tenant = self._tenant(request)
+        tenant = self._bodies.tenant(request)
         body = await self._bodies.read(request, self._parsed)
         file = await self._store.file(tenant, body.input_file_id)
         if file.purpose != PURPOSE:
@@ -95,7 +92,7 @@ class BatchesApi:
         """Raises InvalidRequest."""
         query = request.query_params
         limit = page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE)
-        tenant = self._tenant(request)
+        tenant = self._bodies.tenant(request)
         page = await self._store.batches(tenant, limit, query.get("after", ""))
         if page is None:
             raise wrong("after", "unknown", "the id of a batch")
@@ -104,17 +101,16 @@ class BatchesApi:
 
     async def retrieve(self, request: Request) -> Response:
         """Raises NotFound."""
-        return JSONResponse(_batch(await self._store.batch(self._tenant(request), request.path_params["batch_id"])))
+        return JSONResponse(
+            _batch(await self._store.batch(self._bodies.tenant(request), request.path_params["batch_id"]))
+        )
 
     async def cancel(self, request: Request) -> Response:
         """Raises NotFound, PreconditionFailed when it has ended."""
-        tenant, batch_id = self._tenant(request), request.path_params["batch_id"]
+        tenant, batch_id = self._bodies.tenant(request), request.path_params["batch_id"]
         await self._store.cancel(tenant, batch_id)
         self._runner.look()
         return JSONResponse(_batch(await self._store.batch(tenant, batch_id)))
-
-    def _tenant(self, request: Request) -> str:
-        return self._rate_limits.who(request.headers.get("authorization")).name
 
     def _parsed(self, raw: bytes) -> BatchBody:
         body = openai_protocol.parse(raw, BatchBody)

@@ -15,7 +15,6 @@ from services.router.frontend.batches.multipart import MAX_FRAMING_BYTES, bounda
 from services.router.frontend.http_body import BodyReader, BoundedAnswer, BoundedStream
 from services.router.frontend.json_body import to_json
 from services.router.preprocess.json_limits import wrong
-from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import TooLarge
 
 PURPOSE = "batch"
@@ -32,11 +31,10 @@ class Upload:
 
 
 class FilesApi:
-    def __init__(self, store: BatchStore, bodies: BodyReader, rate_limits: RateLimits, most: int) -> None:
+    def __init__(self, store: BatchStore, bodies: BodyReader, most: int) -> None:
         """`most`: bytes of one file."""
         self._store = store
         self._bodies = bodies
-        self._rate_limits = rate_limits
         self._most = most
 
     def routes(self) -> list[Route]:
@@ -50,7 +48,7 @@ class FilesApi:
 
     async def create(self, request: Request) -> Response:
         """Raises InvalidRequest, TooLarge, PreconditionFailed when the tenant has too many files."""
-        tenant = self._tenant(request)
+        tenant = self._bodies.tenant(request)
         boundary = boundary_of(request.headers.get("content-type", ""))
         upload = await self._bodies.read_form(request, self._most + MAX_FRAMING_BYTES, self._uploaded, boundary)
         file_id = f"file-{secrets.token_hex(16)}"
@@ -66,7 +64,7 @@ class FilesApi:
         if order not in ("asc", "desc"):
             raise wrong("order", "unknown", "asc or desc")
         newest_first, purpose = order == "desc", query.get("purpose", "")
-        tenant, after = self._tenant(request), query.get("after", "")
+        tenant, after = self._bodies.tenant(request), query.get("after", "")
         page = await self._store.files(tenant, limit, after, newest_first=newest_first, purpose=purpose)
         if page is None:
             raise wrong("after", "unknown", "the id of a file")
@@ -75,24 +73,21 @@ class FilesApi:
 
     async def retrieve(self, request: Request) -> Response:
         """Raises NotFound."""
-        return JSONResponse(_file(await self._store.file(self._tenant(request), request.path_params["file_id"])))
+        return JSONResponse(_file(await self._store.file(self._bodies.tenant(request), request.path_params["file_id"])))
 
     async def delete(self, request: Request) -> Response:
         """Raises NotFound."""
         file_id = request.path_params["file_id"]
-        await self._store.delete_file(self._tenant(request), file_id)
+        await self._store.delete_file(self._bodies.tenant(request), file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """Raises NotFound, Busy for too many at a time."""
-        tenant = self._tenant(request)
+        tenant = self._bodies.tenant(request)
         record = await self._store.file(tenant, request.path_params["file_id"])
         headers = {"content-length": str(record.size), "content-disposition": "attachment"}
         pages = self._store.content(tenant, record)
         return BoundedStream(pages, PIECE_BYTES, headers, self._bodies.bodies, tenant)
-
-    def _tenant(self, request: Request) -> str:
-        return self._rate_limits.who(request.headers.get("authorization")).name
 
     def _uploaded(self, body: bytes, boundary: bytes) -> Upload:
         fields = fields_of(body, boundary)
