@@ -25,9 +25,11 @@ from typing import Any
 
 from cluster.state import batch_scripts as scripts
 from cluster.state.job_journal import CLAIM, RENEW, Kept
-from cluster.state.redis_store import RedisStore
-from tandem.errors import Busy, NotFound, PreconditionFailed
+from cluster.state.redis_store import RedisStore, no_such
+from tandem.errors import Busy, PreconditionFailed
 
+FILES_KEPT = "files are forgotten after batch_kept_s"
+BATCHES_KEPT = "ended batches are forgotten after batch_kept_s"
 MAX_CONNECTIONS = 8
 PIECE_BYTES = 256 * 1024  # of one piece of an uploaded file, and about one page of a read
 MAX_PAGE_PIECES = 256  # pieces of one page
@@ -152,7 +154,7 @@ class BatchStore:
         """Raises NotFound."""
         fields = await self._hash(self._key("file", tenant, file_id))
         if not fields:
-            raise _unknown_file(file_id)
+            raise no_such("file", file_id, FILES_KEPT)
         return _file(file_id, fields)
 
     async def files(
@@ -166,7 +168,7 @@ class BatchStore:
         """Raises NotFound. A batch that has begun keeps its own copy of its input."""
         keys = [self._key(kind, tenant, file_id) for kind in ("file", "content")]
         if not int(await self._store.run(scripts.DELETE_FILE, [*keys, self._of_tenant("files", tenant)], [file_id])):
-            raise _unknown_file(file_id)
+            raise no_such("file", file_id, FILES_KEPT)
 
     async def content(self, tenant: str, record: FileRecord) -> AsyncIterator[bytes]:
         """The file's bytes, page by page."""
@@ -185,7 +187,7 @@ class BatchStore:
         most = [MAX_OPEN_BATCHES, MAX_BATCHES, self._key("batch", tenant, ""), INDEX_MS, DAY_S]
         outcome = await self._store.run(scripts.CREATE, keys, [batch_id, f"{tenant}/{batch_id}", *most, *about])
         if outcome == b"no file":
-            raise _unknown_file(file_id, "input_file_id")
+            raise no_such("file", file_id, FILES_KEPT, "input_file_id")
         if outcome == b"open":
             raise Busy(
                 f"{MAX_OPEN_BATCHES} batches have not ended, the maximum", reason="TENANT_BATCHES", retry_after=30.0
@@ -201,7 +203,7 @@ class BatchStore:
         """Raises NotFound."""
         fields = await self._hash(self._key("batch", tenant, batch_id))
         if "state" not in fields:
-            raise _unknown_batch(batch_id)
+            raise no_such("batch", batch_id, BATCHES_KEPT)
         return BatchRecord(tenant, batch_id, fields)
 
     async def batches(self, tenant: str, limit: int, after: str = "") -> tuple[list[BatchRecord], bool] | None:
@@ -213,7 +215,7 @@ class BatchStore:
         """The owner notices when it renews its lease. Raises NotFound, PreconditionFailed when it has ended."""
         status = (await self._store.run(scripts.CANCEL, [self._key("batch", tenant, batch_id)], [])).decode()
         if status == "unknown":
-            raise _unknown_batch(batch_id)
+            raise no_such("batch", batch_id, BATCHES_KEPT)
         if status != "open":
             raise PreconditionFailed(
                 f"the batch is {status}", reason="BATCH_ENDED", field="batch_id", bound="a batch that has not ended"
@@ -335,21 +337,3 @@ def _text(fields: Mapping[bytes, bytes]) -> dict[str, str]:
 def _file(file_id: str, fields: Mapping[str, str]) -> FileRecord:
     numbers = (int(fields[name]) for name in ("bytes", "created", "expires"))
     return FileRecord(file_id, fields["filename"], fields["purpose"], *numbers)
-
-
-def _unknown_file(file_id: str, field: str = "file_id") -> NotFound:
-    return NotFound(
-        f"there is no file {file_id!r:.140}; files are forgotten after batch_kept_s",
-        reason="NO_SUCH_FILE",
-        field=field,
-        bound="the id of a file that is kept",
-    )
-
-
-def _unknown_batch(batch_id: str) -> NotFound:
-    return NotFound(
-        f"there is no batch {batch_id!r:.140}; ended batches are forgotten after batch_kept_s",
-        reason="NO_SUCH_BATCH",
-        field="batch_id",
-        bound="the id of a batch that is kept",
-    )

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.state.redis_store import RedisStore
+from cluster.state.redis_store import RedisStore, no_such
 from cluster.state.stream_watches import Raw, StreamWatches, later
 from tandem import errors
-from tandem.errors import Busy, NotFound, PreconditionFailed, TandemError
+from tandem.errors import Busy, PreconditionFailed, TandemError
 
 WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
 PAGE_ENTRIES = 1000  # entries of one read
@@ -272,7 +272,7 @@ class JobJournal:
     async def cancel(self, job_id: str) -> None:
         """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
         if not int(await self._run(CANCEL, [self._job(job_id)], [])):
-            raise _unknown(job_id)
+            raise no_such("job", job_id, "ended jobs are forgotten after job_kept_s")
 
     async def forget(self, job_id: str) -> bool:
         """Removes a job that has ended, before its time. False: there is none."""
@@ -283,7 +283,7 @@ class JobJournal:
         async with self._reads.connection() as client:
             fields: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
         if b"state" not in fields:
-            raise _unknown(job_id)
+            raise no_such("job", job_id, "ended jobs are forgotten after job_kept_s")
         error = fields.get(b"error", b"").decode()
         return JobRecord(
             job_id,
@@ -354,15 +354,6 @@ def _entry(raw: Raw) -> Entry:
     at, fields = raw
     ended = fields.get(b"end")
     return Entry(at.decode(), fields.get(b"event", b""), JobState(ended.decode()) if ended else None)
-
-
-def _unknown(job_id: str) -> NotFound:
-    return NotFound(
-        f"there is no job {job_id!r:.140}; ended jobs are forgotten after job_kept_s",
-        reason="NO_SUCH_JOB",
-        field="job_id",
-        bound="the id of a job that is kept",
-    )
 
 
 def _to_json(error: TandemError) -> str:

@@ -27,7 +27,7 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
-from tandem.errors import SettingsError, Unavailable
+from tandem.errors import NotFound, SettingsError, Unavailable
 
 CALL_TIMEOUT_S = 2.0
 HEALTH_CHECK_S = 30
@@ -89,6 +89,16 @@ class RedisStore:
                 await client.initialize()
                 more["target_nodes"] = client.get_node_from_key(next(iter(streams)))
             return await client.execute_command(*command, **more) or []
+
+
+def no_such(kind: str, name: str, kept: str, field: str | None = None) -> NotFound:
+    """The error for an id that is not stored. `kept` says how long ids of this kind are."""
+    return NotFound(
+        f"there is no {kind} {name!r:.140}; {kept}",
+        reason=f"NO_SUCH_{kind.upper()}",
+        field=field or f"{kind}_id",
+        bound=f"the id of a {kind} that is kept",
+    )
 
 
 def _client(url: str, most: int) -> Any:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.state.redis_store import RedisStore
-from tandem.errors import NotFound, TooLarge
+from cluster.state.redis_store import RedisStore, no_such
+from tandem.errors import TooLarge
 
+KEPT = "responses are forgotten after response_ttl_s, or sooner if newer ones need the room"
 MAX_CONNECTIONS = 8
 OWN_BYTES = 512  # that a response takes in addition to its content
 EXPIRED_PER_SCRIPT = 64  # expired responses whose entries one script removes
@@ -114,14 +115,14 @@ class ResponseStore:
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
         if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id])):
-            raise _unknown(response_id)
+            raise no_such("response", response_id, KEPT)
 
     async def _fields(self, tenant: str, response_id: str, *names: str) -> list[bytes]:
         async with self._store.connection() as client:
             found: list[bytes | None] = await client.hmget(self._key(tenant, response_id), names)
         known = [value for value in found if value is not None]
         if len(known) < len(names):
-            raise _unknown(response_id)
+            raise no_such("response", response_id, KEPT)
         return known
 
     def _key(self, tenant: str, response_id: str) -> str:
@@ -130,13 +131,3 @@ class ResponseStore:
     def _keys(self, tenant: str, response_id: str) -> list[str]:
         about = [f"{self._prefix}:responses:{tenant}", f"{self._prefix}:response-bytes:{tenant}"]
         return [self._key(tenant, response_id), *about]
-
-
-def _unknown(response_id: str) -> NotFound:
-    return NotFound(
-        f"there is no response {response_id!r:.140}; responses are forgotten after response_ttl_s, or sooner if newer"
-        " ones need the room",
-        reason="NO_SUCH_RESPONSE",
-        field="response_id",
-        bound="the id of a response that is kept",
-    )
