@@ -86,11 +86,7 @@ def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_ou
     """Applies grammars, in place. Returns the rows for which no token is left, and why; ignore the logits of these."""
     filling.wait()
     structured_output.apply(logits, filling)
-    failed = dict(filling.failed)
-    best = logits[filling.rows].amax(dim=-1).tolist()
-    for row, highest in zip(filling.rows, best, strict=True):
-        if row not in failed and highest == -torch.inf:
-            failed[row] = _dead_end(sequences[row])
+    failed = {row: _dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
     if failed:
         logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
     return failed
@@ -101,15 +97,16 @@ def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int,
     limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
     if not limited:
         return {}
-    best = logits[limited].amax(dim=-1).tolist()
-    failed: dict[int, TandemError] = {
-        row: _nothing_allowed(sequences[row])
-        for row, highest in zip(limited, best, strict=True)
-        if highest == -torch.inf
-    }
+    failed: dict[int, TandemError] = {row: _nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
     if failed:
         logits[list(failed)] = 0.0  # as below
     return failed
+
+
+def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:
+    """Those of the rows in which no token is left."""
+    best = logits[rows].amax(dim=-1).tolist()
+    return [row for row, highest in zip(rows, best, strict=True) if highest == -torch.inf]
 
 
 def _nothing_allowed(sequence: Sequence) -> InvalidRequest:

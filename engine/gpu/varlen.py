@@ -45,7 +45,29 @@ class Varlen:
         facts: CallFacts,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return attend(self, query, k_pages, v_pages, step, facts)
+        """As `engine.attention.paged.attend`: `query [total, heads, d]`, pages `[blocks, block_size, kv_heads, d]` of
+        any strides with d innermost; returns `[total, heads, d]`. A sequence's queries are the last of its context (the
+        mask is aligned at the lower right)."""
+        from torch.nn.attention.varlen import varlen_attn  # not above: takes half a second, and only CUDA needs it
+
+        # Keys before the query's own; -1: all.
+        left = facts.reach.window - 1 if isinstance(facts.reach, SlidingWindowSpec) else -1
+        out: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where the aux output is asked for
+            query,
+            k_pages,
+            v_pages,
+            step.cu_seq_q,
+            _cu_seq_k(step) if self.wants_cu_seq_k else None,
+            step.max_q,
+            step.max_k,
+            scale=facts.scaling,
+            window_size=(left, 0),
+            enable_gqa=facts.heads != facts.kv_heads,
+            seqused_k=step.seqused_k,
+            block_table=step.block_table,
+            num_splits=1,
+        )
+        return out
 
 
 FA3 = Varlen("FA3", 1, False)
@@ -72,37 +94,6 @@ def refusal(kernel: Varlen, facts: CallFacts, dtype: torch.dtype, block_size: in
     if block_size % kernel.block_multiple:
         return f"blocks of {block_size} tokens, {kernel.name} takes multiples of {kernel.block_multiple}"
     return None
-
-
-def attend(
-    kernel: Varlen, query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, step: Step, facts: CallFacts
-) -> torch.Tensor:
-    """Attends packed queries over their contexts in pages; the arguments are those of `engine.attention.paged.attend`.
-
-    `query [total, heads, d]`, pages `[blocks, block_size, kv_heads, d]` of any strides with d innermost; returns
-    `[total, heads, d]`. A sequence's queries are the last of its context (the mask is aligned at the lower right).
-    """
-    from torch.nn.attention.varlen import varlen_attn  # not above: takes half a second, and only CUDA needs it
-
-    left = (
-        facts.reach.window - 1 if isinstance(facts.reach, SlidingWindowSpec) else -1
-    )  # keys before the query's own; -1: all
-    out: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where the aux output is asked for
-        query,
-        k_pages,
-        v_pages,
-        step.cu_seq_q,
-        _cu_seq_k(step) if kernel.wants_cu_seq_k else None,
-        step.max_q,
-        step.max_k,
-        scale=facts.scaling,
-        window_size=(left, 0),
-        enable_gqa=facts.heads != facts.kv_heads,
-        seqused_k=step.seqused_k,
-        block_table=step.block_table,
-        num_splits=1,
-    )
-    return out
 
 
 def _cu_seq_k(step: Step) -> torch.Tensor:
