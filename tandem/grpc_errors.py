@@ -22,7 +22,6 @@ from grpc_status import rpc_status
 
 from tandem import errors
 from tandem.errors import (
-    Cancelled,
     DeadlineExceeded,
     InternalError,
     TandemError,
@@ -332,16 +331,3 @@ def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
 def _text(error: TandemError, name: str) -> dict[str, str]:
     value = getattr(error, name)
     return {name: shown(value, NAME_BYTES)} if value else {}
-
-
-__all__ = [
-    "Cancelled",
-    "ErrorInterceptor",
-    "abort",
-    "calling",
-    "from_rpc",
-    "known",
-    "known_errors",
-    "shown",
-    "to_status",
-]

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 from collections.abc import Sequence
 from time import time
+from typing import Any
 
 import grpc
 import structlog
@@ -277,12 +278,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
 
     async def _probe(self, decode: WorkerRecord, prefill: WorkerRecord) -> admin_pb2.Pair:
-        pair = admin_pb2.Pair(
-            prefill_worker=prefill.worker_id,
-            decode_worker=decode.worker_id,
-            prefill_tp=prefill.tp,
-            decode_tp=decode.tp,
-        )
+        about: dict[str, Any] = {"prefill_worker": prefill.worker_id, "decode_worker": decode.worker_id}
+        about |= {"prefill_tp": prefill.tp, "decode_tp": decode.tp}
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(decode.address))
         where = common_pb2.WorkerRef(
             worker_id=prefill.worker_id, incarnation=prefill.incarnation, address=prefill.address
@@ -293,15 +290,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     decode_pb2.ProbePairRequest(prefill=where), timeout=PROBE_TIMEOUT_S
                 )
         except TandemError as error:
-            pair.error = error.message
-            return pair
-        pair.compatible = probe.compatible
-        pair.differences.extend(probe.differences)
-        pair.transport = probe.transport
-        pair.bytes_per_second = probe.bytes_per_second
-        pair.device, pair.slow, pair.why = probe.device, probe.slow, probe.why
-        pair.converted = probe.converted
-        return pair
+            return admin_pb2.Pair(**about, error=error.message)
+        return admin_pb2.Pair(**about, **{field.name: value for field, value in probe.ListFields()})
 
 
 def _partly(done: Sequence[str], error: Unavailable) -> Unavailable:
@@ -327,6 +317,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-__all__ = ["AdminServicer"]

@@ -77,8 +77,10 @@ class Api:
         app = Starlette(
             routes=[
                 *more,
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                *(
+                    Route(path, partial(self._endpoint.answer, parse=parse), methods=["POST"])
+                    for path, parse in self.parsers.items()
+                ),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -90,12 +92,6 @@ class Api:
             exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
         )
         return with_cors(KeyMiddleware(app, keys) if keys else app, self._settings.cors_origins)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._endpoint.answer(request, self.parsers["/v1/completions"])
-
-    async def chat(self, request: Request) -> Response:
-        return await self._endpoint.answer(request, self.parsers["/v1/chat/completions"])
 
     async def models(self, request: Request) -> Response:
         names = [name for model in self._models for name in (model.names[0], *model.served.adapters)]
