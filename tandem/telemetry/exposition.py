@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from wsgiref.simple_server import make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -17,6 +17,7 @@ from tandem.settings import Settings
 from tandem.telemetry.metrics_server import Probes, Served, _Handler, _Server, _Server6, with_probes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+disable_created_metrics()  # when a series began is of no use here, and would be a series for each
 
 
 class _Theirs(NamedTuple):
@@ -65,12 +66,7 @@ class Exposed:
         for family in self._counted.collect():
             about = self._theirs if family.name.startswith("vllm:") else self._about
             ours = Metric(family.name, family.documentation, family.type)
-            # When a series began is of no use to anybody here, and would be a series for each.
-            ours.samples = [
-                sample._replace(labels=about | sample.labels)
-                for sample in family.samples
-                if not sample.name.endswith("_created")
-            ]
+            ours.samples = [sample._replace(labels=about | sample.labels) for sample in family.samples]
             yield ours
             for theirs in VLLM.get(family.name, ()) if self._vllm else ():
                 yield self._renamed(family, theirs)
@@ -79,7 +75,7 @@ class Exposed:
         """Summed over the labels that vLLM's metric does not have."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for name, labels, value, *_ in family.samples:
-            if (theirs.only is None or theirs.only in labels.items()) and not name.endswith("_created"):
+            if theirs.only is None or theirs.only in labels.items():
                 sums[name.removeprefix(family.name), labels.get("le", "")] += value
         renamed = Metric(theirs.name, family.documentation, family.type)
         for (end, edge), value in sums.items():

@@ -27,6 +27,13 @@ class ObjectCalls(CallReader):
     ends = NOTHING  # texts that end a call even if its object is incomplete
     name_key = "name"
 
+    def _call(self, opener: str) -> Steps[bool]:
+        yield from self._in.space()
+        if (yield from self._in.peek()) != "{":
+            return False
+        self._in.take()
+        return (yield from self._object())
+
     def _object(self, *, marked: bool = True) -> Steps[bool]:
         """Reads one object after its `{`, and holds it (see _call). Without a marker before it, an object without
         arguments is a call only if a tool has its name."""
@@ -130,13 +137,6 @@ class HermesCalls(ObjectCalls):
     between = ("</tool_call>", "}")
     ends = Ends("</tool_call>", "<tool_call>")
 
-    def _call(self, opener: str) -> Steps[bool]:
-        yield from self._in.space()
-        if (yield from self._in.peek()) != "{":
-            return False
-        self._in.take()
-        return (yield from self._object())
-
 
 class Llama3Calls(ObjectCalls):
     """Llama 4's template writes <|python_start|>TEXT<|python_end|> before the same calls. Its markers are not shown."""
@@ -150,11 +150,7 @@ class Llama3Calls(ObjectCalls):
         if opener == "{":
             return (yield from self._object(marked=False))
         self._in.hold()
-        yield from self._in.space()
-        if (yield from self._in.peek()) != "{":
-            return False
-        self._in.take()
-        return (yield from self._object())
+        return (yield from super()._call(opener))
 
 
 class MistralCalls(ObjectCalls):
