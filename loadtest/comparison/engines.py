@@ -128,8 +128,10 @@ def _with_threads(peers: Peers, plan: Plan, shape: str, threads: int, tick: Tick
     with _engines(peers, plan, checkpoint, threads, tick) as engines:
         for number in range(plan.rounds + 1):
             tick(f"{shape}, {threads} threads: {f'round {number}' if number else 'warm-up'}")
-            prompt = _ids(plan.prompt)
-            contexts = {batch: [_ids(plan.context) for _ in range(batch)] for batch in plan.batches}
+            prompt = random.choices(range(VOCAB), k=plan.prompt)
+            contexts = {
+                batch: [random.choices(range(VOCAB), k=plan.context) for _ in range(batch)] for batch in plan.batches
+            }
             for engine in engines[:: 1 if number % 2 else -1]:
                 seconds, token = engine.prefill(prompt)
                 tokens[engine.name].append(token)
@@ -190,7 +192,3 @@ def _engines(peers: Peers, plan: Plan, checkpoint: Path, threads: int, tick: Tic
             engines.append(Engine(name, peers, checkpoint, threads, folder / f"{name}.log"))
             stack.callback(engines[-1].stop)
         yield engines
-
-
-def _ids(count: int) -> list[int]:
-    return random.choices(range(VOCAB), k=count)

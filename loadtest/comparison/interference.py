@@ -12,7 +12,7 @@ from time import perf_counter, process_time
 from loadtest.comparison.peer_servers import Peers, Server, make, started
 from loadtest.harness.goodput import Load, Outcome
 from loadtest.harness.processes import precedence
-from loadtest.harness.stats import Row, Section, Spread, Tick, percentile, ratios
+from loadtest.harness.stats import Row, Section, Tick, percentile
 from loadtest.loadgen.generator import follow, tick_late
 from loadtest.loadgen.targets import Http
 from tandem.errors import Unavailable
@@ -96,21 +96,16 @@ def _server(server: Server, plan: Plan, tick: Tick, priority_note: str) -> Secti
     for name, title in {**names, "throughput": "stream tokens/s"}.items():
         a, b = ([getattr(window, name) for window in windows] for windows in (disturbed, calm))
         unit = "1" if name == "throughput" else "s"
-        beside = {"disturbed": (Spread.of(a), unit), "undisturbed": (Spread.of(b), unit)}
-        rows.append(Row(f"{server.name}: {title}", ratios(a, b), beside))
+        rows.append(Row.of(f"{server.name}: {title}", a, b, {"disturbed": a, "undisturbed": b}, unit))
     cpu = max(window.client_cpu for window in calm + disturbed)
     notes = [
-        f"{describe(plan)}; {plan.rounds} rounds of {plan.seconds:g} s each way",
+        f"{plan.streams} streams of {plan.prompt} tokens in and {plan.output} out; a prompt of {plan.long} tokens every"
+        f" {plan.every:g} s; {plan.rounds} rounds of {plan.seconds:g} s each way",
         f"first token of the long prompts: {mean(window.long_ttft for window in disturbed):.2f} s (mean)",
         f"the client shares the server's two cores: it used {cpu:.2f} of one at most; {priority_note}",
     ]
     details = {"undisturbed": [vars(window) for window in calm], "disturbed": [vars(window) for window in disturbed]}
     return Section(f"Interference: {server.name}", "disturbed / undisturbed", rows, notes, details)
-
-
-def describe(plan: Plan) -> str:
-    streams = f"{plan.streams} streams of {plan.prompt} tokens in and {plan.output} out"
-    return f"{streams}; a prompt of {plan.long} tokens every {plan.every:g} s"
 
 
 async def observe(server: Server, plan: Plan, *, seconds: float, disturb: bool) -> Load:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -61,6 +61,18 @@ class Row:
     what: str
     ratio: Spread
     beside: dict[str, tuple[Spread, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        over: Sequence[float],
+        under: Sequence[float],
+        values: Mapping[str, Sequence[float]],
+        unit: str = "s",
+    ) -> Row:
+        """The ratios of neighbours, and `values` beside them in `unit`."""
+        return cls(what, ratios(over, under), {name: (Spread.of(each), unit) for name, each in values.items()})
 
 
 @dataclass(frozen=True)

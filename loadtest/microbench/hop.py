@@ -20,7 +20,7 @@ import grpc
 
 from cluster.free_port import free_port
 from loadtest.harness.processes import Local, cpu_seconds
-from loadtest.harness.stats import Row, Section, Spread, Tick, ratios
+from loadtest.harness.stats import Row, Section, Spread, Tick
 from loadtest.loadgen.targets import Http
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -196,15 +196,8 @@ async def _per_request(through: Side, straight: Side, plan: Plan) -> Row:
             if number >= 4:  # the first ones only warm up
                 times.append(ttft)
     added = [interval - other for interval, other in zip(with_router, without, strict=True)]
-    return Row(
-        f"time to first token, {plan.prompt} tokens",
-        ratios(with_router, without),
-        {
-            "through": (Spread.of(with_router), "s"),
-            "straight": (Spread.of(without), "s"),
-            "added": (Spread.of(added), "s"),
-        },
-    )
+    values = {"through": with_router, "straight": without, "added": added}
+    return Row.of(f"time to first token, {plan.prompt} tokens", with_router, without, values)
 
 
 async def _per_token(sides: dict[str, Side], local: Local, streams: int, plan: Plan) -> list[Row]:
@@ -226,24 +219,12 @@ async def _per_token(sides: dict[str, Side], local: Local, streams: int, plan: P
                 batched.append(tokens / sum(len(stream.at) for stream in done))
     added = [interval - other for interval, other in zip(intervals["through"], intervals["straight"], strict=True)]
     what = f"{streams} stream{'s' if streams > 1 else ''} of {plan.tokens} tokens"
+    straight, grpc, http = intervals["straight"], router_cpu["through"], router_cpu["http"]
+    interval = Row.of(f"token interval, {what}", intervals["through"], straight, intervals | {"added": added})
+    interval.beside["tokens a message"] = Spread.of(batched), "1"
+    values = {"http": http, "through": grpc}
     return [
-        Row(
-            f"token interval, {what}",
-            ratios(intervals["through"], intervals["straight"]),
-            {
-                **{name: (Spread.of(times), "s") for name, times in intervals.items()},
-                "added": (Spread.of(added), "s"),
-                "tokens a message": (Spread.of(batched), "1"),
-            },
-        ),
-        Row(
-            f"CPU per token, {what}",
-            ratios(router_cpu["through"], worker_cpu),
-            {"router": (Spread.of(router_cpu["through"]), "s"), "worker": (Spread.of(worker_cpu), "s")},
-        ),
-        Row(
-            f"router's CPU per token, HTTP / gRPC, {what}",
-            ratios(router_cpu["http"], router_cpu["through"]),
-            {name: (Spread.of(router_cpu[name]), "s") for name in ("http", "through")},
-        ),
+        interval,
+        Row.of(f"CPU per token, {what}", grpc, worker_cpu, {"router": grpc, "worker": worker_cpu}),
+        Row.of(f"router's CPU per token, HTTP / gRPC, {what}", http, grpc, values),
     ]

@@ -59,12 +59,12 @@ async def _of_size(size: int, plan: Plan) -> list[Row]:
     digests: list[float] = []
     pulls: dict[str, list[float]] = {}
     async with AsyncExitStack() as stack:
-        ways = [await stack.enter_async_context(_connected(kind, pages)) for kind in KINDS]
+        ways = [await stack.enter_async_context(connected(kind, pages)) for kind in KINDS]
         for round_ in range(plan.repeats + 1):
             pairs = list(zip(random.sample(range(count), count), random.sample(range(count), count), strict=True))
             copy = taken(lambda: np.copyto(target, source))
             verify = taken(lambda: [digest(memoryview(pages[block]), CONTEXT) for block in range(count)])
-            for transport, peer in ways:
+            for transport, peer, _ in ways:
                 start = perf_counter()
                 await transport.read(peer, pairs, TIMEOUT_S)
                 pull = perf_counter() - start
@@ -96,10 +96,10 @@ async def between_sizes(ranks: int, size: int, plan: Plan) -> dict[tuple[int, in
         for source, sink in sizes:
             pages = pages_of(sink, size, count)
             pages[:] = 1
-            ways[source, sink] = await stack.enter_async_context(_connected("nixl", pages, source))
+            ways[source, sink] = await stack.enter_async_context(connected("nixl", pages, source))
         for round_ in range(plan.repeats + 1):
             pairs = list(zip(random.sample(range(count), count), random.sample(range(count), count), strict=True))
-            for each, (transport, peer) in ways.items():
+            for each, (transport, peer, _) in ways.items():
                 start = perf_counter()
                 await transport.read(peer, pairs, TIMEOUT_S)
                 if round_:  # the first one only warms up
@@ -108,7 +108,9 @@ async def between_sizes(ranks: int, size: int, plan: Plan) -> dict[tuple[int, in
 
 
 @asynccontextmanager
-async def _connected(kind: str, pages: npt.NDArray[np.uint8], ranks: int = 1) -> AsyncIterator[tuple[Transport, Peer]]:
+async def connected(
+    kind: str, pages: npt.NDArray[np.uint8], ranks: int = 1
+) -> AsyncIterator[tuple[Transport, Peer, Process]]:
     """A transport over `pages`, and a source of as many blocks in a process of its own, with the memory of `ranks`."""
     count, size = pages.shape
     other = Process(["loadtest.microbench.kv_source", kind, *map(str, (size, count, ranks))])
@@ -120,7 +122,7 @@ async def _connected(kind: str, pages: npt.NDArray[np.uint8], ranks: int = 1) ->
         dial.addresses[peer.agent_name] = said["links"]
         try:
             await transport.connect(peer, TIMEOUT_S)
-            yield transport, peer
+            yield transport, peer, other
         finally:
             transport.close()
             await dial.channels.close()

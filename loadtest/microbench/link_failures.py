@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -22,11 +21,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvtransfer.factory import make_transport
 from kvtransfer.transport import Transport
 from kvtransfer.types import LinkMessage, LinkOpen, Peer, SendBlocks
 from loadtest.harness.processes import Process
-from loadtest.microbench.kv_source import LAYOUT, Dialler, content, peer_from_json, region_of
+from loadtest.microbench.kv_source import Dialler, content
+from loadtest.microbench.link import connected
 from tandem.errors import InternalError, TandemError
 
 KINDS = ("hung up", "wrong request", "stranger", "abandoned", "forgotten", "stands still")
@@ -134,35 +133,25 @@ class Pair:
 async def repeat(failures: int) -> tuple[list[tuple[Usage, Usage]], float]:
     """The usage of reader and source after the first tenth of the failures, and at the end; and the seconds it took.
     Raises InternalError."""
-    source = Process(["loadtest.microbench.kv_source", "nccl", str(BLOCK_BYTES), str(BLOCKS), "1"])
-    try:
-        said = json.loads(source.line("peer "))
-        pages = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        peer, dialler = peer_from_json(said["peer"]), Dialler()
-        dialler.addresses[peer.agent_name] = said["links"]
-        transport = make_transport("nccl", region_of(pages), "bench-sink", "1", LAYOUT)
-        transport.dial = dial = FaultyDial(dialler)
+    pages = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    async with connected("nccl", pages) as (transport, peer, source):
+        assert isinstance(transport.dial, Dialler)
+        transport.dial = dial = FaultyDial(transport.dial)
         pair = Pair(transport, peer, dial, source, pages, content(BLOCK_BYTES, BLOCKS))
-        try:
+        await pair.check()
+        began, seen = monotonic(), list[tuple[Usage, Usage]]()
+        for number, kind in enumerate(itertools.islice(itertools.cycle(KINDS), failures), 1):
+            await pair.fail(kind)
             await pair.check()
-            began, seen = monotonic(), list[tuple[Usage, Usage]]()
-            for number, kind in enumerate(itertools.islice(itertools.cycle(KINDS), failures), 1):
-                await pair.fail(kind)
-                await pair.check()
-                if number == max(len(KINDS), failures // 10):
-                    await asyncio.sleep(2 * STALL_S)
-                    seen.append(pair.usage())
-            seconds = monotonic() - began
-            for _ in range(round(SETTLE_S / STALL_S)):
-                if not any(now.leaks(then) for now, then in zip(pair.usage(), seen[0], strict=True)):
-                    break
-                await asyncio.sleep(STALL_S)
-            return [*seen, pair.usage()], seconds
-        finally:
-            transport.close()
-            await dialler.channels.close()
-    finally:
-        source.stop()
+            if number == max(len(KINDS), failures // 10):
+                await asyncio.sleep(2 * STALL_S)
+                seen.append(pair.usage())
+        seconds = monotonic() - began
+        for _ in range(round(SETTLE_S / STALL_S)):
+            if not any(now.leaks(then) for now, then in zip(pair.usage(), seen[0], strict=True)):
+                break
+            await asyncio.sleep(STALL_S)
+        return [*seen, pair.usage()], seconds
 
 
 def main(

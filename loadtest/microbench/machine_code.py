@@ -49,23 +49,8 @@ ONE_GROUP = {"share": 1}  # Triton takes a number that is 1 for a constant
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
-    *(
-        "x",
-        "weight",
-        "bias",
-        "beside",
-        "columns",
-        "ends",
-        "ends_second",
-        "depth",
-        "group",
-        "x_row",
-        "s_col",
-        "w_col",
-        "b_row",
-        "o_row",
-        "size",
-    ),
+    *("x", "weight", "bias", "beside", "columns", "ends", "ends_second", "depth", "group", "x_row", "s_col", "w_col"),
+    *("b_row", "o_row", "size"),
 )
 
 

@@ -20,7 +20,7 @@ from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.stats import Row, Section, Spread, Tick, in_turn, ratios
+from loadtest.harness.stats import Row, Section, Tick, in_turn
 from tandem.sampling import Sampling
 
 BLOCK_SIZE, DRAFTS = 16, 8
@@ -139,15 +139,8 @@ def _row(engines: dict[str, Engine], text: _Text, streams: int, tokens: int, rep
     guesses = sum(sequence.drafted for sequence in drafted)
     right = [sum(sequence.accepted for sequence in drafted) / guesses] if guesses else [0.0]
     share = [guesses / sum(sequence.generated for sequence in drafted)]
-    return Row(
-        f"{text.what}, {streams} streams: with / without",
-        ratios(speeds["with"], speeds["without"]),
-        {
-            "without, tokens/s": (Spread.of(speeds["without"]), "1"),
-            "right": (Spread.of(right), "1"),
-            "drafts per token": (Spread.of(share), "1"),
-        },
-    )
+    what, beside = f"{text.what}, {streams} streams: with / without", {"right": right, "drafts per token": share}
+    return Row.of(what, speeds["with"], speeds["without"], {"without, tokens/s": speeds["without"], **beside}, unit="1")
 
 
 def _decode(engine: Engine, work: list[Sequence]) -> float:

@@ -99,12 +99,8 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
 def _rows(what: str, seconds: dict[str, list[float]], floor: list[float], wanted: float | None = None) -> list[Row]:
     packed = seconds["packed"]
     rows = [
-        Row(
-            f"{what}: packed / {implementation}",
-            ratios(packed, seconds[implementation]),
-            {"packed": (Spread.of(packed), "s"), implementation: (Spread.of(seconds[implementation]), "s")},
-        )
-        for implementation in ATTENTION
+        Row.of(f"{what}: packed / {name}", packed, seconds[name], {"packed": packed, name: seconds[name]})
+        for name in ATTENTION
     ]
     share, mark = ratios(floor, packed), ""
     if wanted is not None:
@@ -117,7 +113,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
     products = machine.products(dtype).values()
 
     def packed() -> float:
-        tokens = _random_ids(vocab, plan.prompt)  # fresh, so that the prefix cache has none of it
+        tokens = random.choices(range(vocab), k=plan.prompt)  # fresh, so that the prefix cache has none of it
         sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, max_len=plan.prompt + 1)
         engine.add(sequence)
         seconds = taken(engine.step)
@@ -127,7 +123,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
     def forward(attention: str) -> Callable[[], float]:
         def once() -> float:
             plain.set_attn_implementation(attention)
-            ids = torch.tensor([_random_ids(vocab, plan.prompt)])
+            ids = torch.tensor([random.choices(range(vocab), k=plan.prompt)])
             with torch.inference_mode():
                 return taken(lambda: plain(input_ids=ids, use_cache=False, logits_to_keep=1).logits.argmax(-1))
 
@@ -139,7 +135,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
 
 def _decode(engine: Engine, plain: Any, plan: Plan, batch: int, read: Callable[[], float]) -> dict[str, list[float]]:
     vocab = engine.model.vocab_size
-    prompts = [_random_ids(vocab, plan.context) for _ in range(batch)]
+    prompts = [random.choices(range(vocab), k=plan.context) for _ in range(batch)]
     max_len = plan.context + plan.repeats + 8
     for index, prompt in enumerate(prompts):
         engine.add(Sequence(id=f"stream-{index}", tokens=prompt, prompt_len=plan.context, max_len=max_len))
@@ -180,7 +176,3 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int, read: Callable[[
 def _gemm_flop() -> int:
     rows, inner, columns = machine.GEMM
     return 2 * rows * inner * columns
-
-
-def _random_ids(vocab: int, count: int) -> list[int]:
-    return random.choices(range(vocab), k=count)

@@ -1,9 +1,9 @@
 """The autoscaler compared with fixed pools, on the burst of a trace.
 
-The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and its
-lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until the smallest
-pool that keeps the objective is known; a load that has already missed it is ended early. Then the autoscaler, from
---least prefill workers up to --most or that size. Worker-seconds are compared: the time for which worker processes
+The part of Azure's code trace around its highest peak, its time stretched and its lengths divided. First fixed pools
+with one decode worker, from --fixed prefill workers up or down until the smallest pool that keeps the objective is
+known; a load that has already missed it is ended early. Then the autoscaler, from --least prefill workers up to that
+size. Worker-seconds are compared: the time for which worker processes
 existed during the load, including start and drain, but without --spares, which wait without a model or a device.
 
 Workers are real processes with real engines of a tiny model, each slowed down to a device of the same speed
@@ -37,43 +37,30 @@ from tandem.errors import TandemError, Unavailable
 
 PEAK_S = 10.0
 MOST = 6  # prefill workers that are tried
+SINCE_S, UNTIL_S = 810.0, 900.0  # the part of the trace
+STRETCH, SCALE = 2.5, 8  # its times are multiplied, its lengths divided
 
 
 @dataclass(frozen=True)
 class Options:
     trace: Annotated[Path, typer.Option(metavar="FILE", help="Azure's code trace.")]
-    fixed_pools: Annotated[bool, typer.Option(help="--no-fixed-pools: the autoscaler alone, up to --most.")] = True
-    most: Annotated[
-        int | None,
-        typer.Option(metavar="P", help="Most prefill workers of the autoscaler; the smallest fixed pool's by default."),
-    ] = None
-    least: Annotated[int, typer.Option(metavar="P", help="And its fewest.")] = 1
+    fixed: Annotated[int, typer.Option(metavar="P", min=1, help="Prefill workers of the first fixed pool.")] = 3
+    least: Annotated[int, typer.Option(metavar="P", help="Prefill workers of the autoscaler at first.")] = 1
     spares: Annotated[int, typer.Option(metavar="N", help="Processes that wait for the autoscaler.")] = 0
-    since: Annotated[float, typer.Option(metavar="S", help="Beginning of the part of the trace.")] = 810.0
-    until: Annotated[float, typer.Option(metavar="S", help="And its end.")] = 900.0
-    stretch: Annotated[float, typer.Option(metavar="F", help="Multiplies its times.", callback=positive)] = 2.5
-    scale: Annotated[int, typer.Option(metavar="N", min=1, help="Divides its lengths.")] = 8
-    fixed: Annotated[int, typer.Option(metavar="P", min=1, help="Prefill workers that are tried first.")] = 3
 
 
 def burst(bench: PoolBench, options: Options) -> None:
     """Fixed pools, and then the autoscaler up to the smallest of them that keeps the objective."""
-    full_trace, most = traces.read(options.trace), options.most
-    part = [request for request in full_trace if options.since <= request.at < options.until]
-    moved = [Request((request.at - options.since) * options.stretch, request.input, request.output) for request in part]
-    requests, seconds = workload.scaled(moved, options.scale), (options.until - options.since) * options.stretch
+    full_trace = traces.read(options.trace)
+    part = [request for request in full_trace if SINCE_S <= request.at < UNTIL_S]
+    moved = [Request((request.at - SINCE_S) * STRETCH, request.input, request.output) for request in part]
+    requests, seconds = workload.scaled(moved, SCALE), (UNTIL_S - SINCE_S) * STRETCH
     over, within = (peak(requests) / workload.mean_rate(requests) for requests in (full_trace, part))
     bench.notes += [
         f"{options.trace.name}: its 10 s peak is {over:.1f} times its mean; {within:.1f} times in the part from second"
-        f" {options.since:g} to {options.until:g}, which is taken",
-        f"time stretched by {options.stretch:g}, lengths divided by {options.scale}",
+        f" {SINCE_S:g} to {UNTIL_S:g}, which is taken",
+        f"time stretched by {STRETCH:g}, lengths divided by {SCALE}",
     ]
-    if not options.fixed_pools:
-        if most is None:
-            raise typer.BadParameter("without fixed pools, --most is needed")
-        sizes = bench.scaled(most, 1, options.least, options.spares)
-        bench.run(named(most, options.least), sizes, requests, seconds)
-        return
     tried: dict[int, Run] = {}
     size = options.fixed
     while size not in tried:
@@ -86,21 +73,14 @@ def burst(bench: PoolBench, options: Options) -> None:
         elif size > 1:
             size -= 1
     best = min(size for size, run in tried.items() if kept(run, bench.objective))
-    most = most or best
-    scaled = bench.run(
-        named(most, options.least), bench.scaled(most, 1, options.least, options.spares), requests, seconds
-    )
-    fixed = tried[best]
-    share = 1 - scaled.worker_seconds / fixed.worker_seconds
+    name = f"autoscaled, {options.least} to {best} prefill + 1 decode"
+    scaled = bench.run(name, bench.scaled(best, 1, options.least, options.spares), requests, seconds)
+    share = 1 - scaled.worker_seconds / tried[best].worker_seconds
     verdict = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
     bench.notes.append(
         f"the smallest fixed pool that keeps the objective has {best} prefill workers and 1 decode worker;"
         f" the autoscaled one {verdict} it, with {share:.0%} fewer worker-seconds"
     )
-
-
-def named(most: int, least: int) -> str:
-    return f"autoscaled, {least} to {most} prefill + 1 decode"
 
 
 def kept(run: Run, objective: Objective) -> bool:

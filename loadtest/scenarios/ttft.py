@@ -156,7 +156,7 @@ async def _idle(clients: dict[str, AsyncClient], vocab: int, length: int, plan: 
 async def ask(client: AsyncClient, vocab: int, length: int) -> Asked:
     sent = perf_counter()
     at, receipt = [], None
-    async for piece in client.stream(_random_ids(vocab, length), max_tokens=2, ignore_eos=True):
+    async for piece in client.stream(random.choices(range(vocab), k=length), max_tokens=2, ignore_eos=True):
         at += [perf_counter()] * len(piece.token_ids)
         receipt = piece.receipt or receipt
     assert receipt is not None
@@ -199,7 +199,7 @@ async def streams(
     async def follow(first: asyncio.Event) -> None:
         while True:  # one that came to its end is followed by another
             last = 0.0
-            pieces = client.stream(_random_ids(vocab, STREAM_PROMPT), max_tokens=tokens, ignore_eos=True)
+            pieces = client.stream(random.choices(range(vocab), k=STREAM_PROMPT), max_tokens=tokens, ignore_eos=True)
             async for piece in pieces:
                 last = gaps.note(piece, last)
                 first.set()
@@ -233,22 +233,10 @@ def _first_token(what: str, answers: dict[str, list[Asked]]) -> list[Row]:
     split, local = ([answer.ttft for answer in answers[side]] for side in SIDES)
     exposed = [answer.receipt.transfer.exposed if answer.receipt.transfer else 0.0 for answer in answers["split"]]
     reading = [answer.receipt.transfer.seconds if answer.receipt.transfer else 0.0 for answer in answers["split"]]
-    second = {side: Spread.of([answer.second for answer in answers[side]]) for side in SIDES}
+    second = {f"2nd token {side}": [answer.second for answer in answers[side]] for side in SIDES}
     return [
-        Row(
-            f"first token, {what}",
-            ratios(split, local),
-            {"split": (Spread.of(split), "s"), "local": (Spread.of(local), "s")},
-        ),
-        Row(
-            f"exposed transfer, {what}",
-            ratios(exposed, split),
-            {
-                "exposed": (Spread.of(exposed), "s"),
-                "reading": (Spread.of(reading), "s"),
-                **{f"2nd token {side}": (value, "s") for side, value in second.items()},
-            },
-        ),
+        Row.of(f"first token, {what}", split, local, {"split": split, "local": local}),
+        Row.of(f"exposed transfer, {what}", exposed, split, {"exposed": exposed, "reading": reading, **second}),
     ]
 
 
@@ -270,7 +258,3 @@ def _phases(length: int, side: str, asked: list[Asked]) -> str:
     medians = {name: Spread.of([answer.receipt.phases[name] for answer in asked]).median for name in names}
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in medians.items())
     return f"phases in ms, {length} tokens, idle, {side}: {parts}"
-
-
-def _random_ids(vocab: int, count: int) -> list[int]:
-    return random.choices(range(vocab), k=count)

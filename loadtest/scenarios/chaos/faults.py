@@ -24,6 +24,7 @@ from tandem.errors import DeadlineExceeded, InternalError, TandemError, Unavaila
 
 FREEZE_S, REGISTRY_S, HICCUP_S, SILENCE_S, ERRORS_S = 10.0, 4.0, (1.0, 4.0), (5.0, 25.0), 10.0
 FLAPS = 12
+ENGINES = ("prefill", "decode")
 HANG_S = 4.0  # a process stopped for longer must be noticed
 STRIKES_S = 10.0  # for an order to fire: a worker without work takes no step
 REFUSED_S = 60.0  # for a second supervisor to give up
@@ -86,7 +87,7 @@ class Faults:
     # ---- processes
 
     async def _kill(self, client: AsyncClient) -> str:
-        worker = self._random_worker((await client.workers()).workers)
+        worker = await self._random_worker(client, "router", *ENGINES)
         await self._end(worker, "kill")
         return worker.worker_id
 
@@ -100,7 +101,7 @@ class Faults:
 
     async def _rank(self, client: AsyncClient) -> str:
         """A rank of a worker of several dies, or stops for good: the worker must end."""
-        worker = self._random_worker([one for one in (await client.workers()).workers if one.role != "router"])
+        worker = await self._random_worker(client)
         ranks = [one for one in psutil.Process(worker.pid).children() if "engine.follower" in one.cmdline()]
         if not ranks:
             raise NotStruck(f"{worker.worker_id} has one rank")
@@ -110,28 +111,21 @@ class Faults:
         return f"{worker.worker_id}, a rank {'stops' if stops else 'dies'}"
 
     async def _pool(self, client: AsyncClient) -> str:
-        role = self._chance.choice(["prefill", "decode"])
-        pool = [worker for worker in (await client.workers()).workers if worker.role == role]
-        if not pool:
-            raise NotStruck("the pool is empty")
+        role = self._chance.choice(ENGINES)
+        pool = await _pool(client, role)
         for worker in pool:
             with suppress(psutil.NoSuchProcess):
                 await self._end(worker, "pool")
         return f"{', '.join(worker.worker_id for worker in pool)} killed"
 
     async def _freeze(self, client: AsyncClient) -> str:
-        return await self._stop_one(
-            client, "freeze", self._chance.uniform(0.1, FREEZE_S), ("router", "prefill", "decode")
-        )
+        return await self._stop_one(client, "freeze", self._chance.uniform(0.1, FREEZE_S), ("router", *ENGINES))
 
     async def _hiccup(self, client: AsyncClient) -> str:
-        return await self._stop_one(client, "hiccup", self._chance.uniform(*HICCUP_S), ("prefill", "decode"))
+        return await self._stop_one(client, "hiccup", self._chance.uniform(*HICCUP_S), ENGINES)
 
     async def _stop_one(self, client: AsyncClient, fault: str, seconds: float, roles: tuple[str, ...]) -> str:
-        worker = self._random_worker(
-            [candidate for candidate in (await client.workers()).workers if candidate.role in roles]
-        )
-        at = monotonic()
+        worker, at = await self._random_worker(client, *roles), monotonic()
         await self._stop(psutil.Process(worker.pid), seconds)
         self.watch.out_of_order(worker, at + seconds)
         self._struck(f"{fault} of a router" if worker.role == "router" else fault, at, seconds)
@@ -197,14 +191,12 @@ class Faults:
         return f"refused: {second.last_words().strip().splitlines()[-1:]}"
 
     async def _drain(self, client: AsyncClient) -> str:
-        name = self._random_worker(
-            [worker for worker in (await client.workers()).workers if worker.role != "router"]
-        ).worker_id
+        name = (await self._random_worker(client)).worker_id
         await client.drain(name, self._chance.choice([0.0, 1.0, 5.0]))
         return name
 
     async def _scale(self, client: AsyncClient) -> str:
-        role = self._chance.choice(["prefill", "decode"])
+        role = self._chance.choice(ENGINES)
         size = self._chance.randint(1, 3)
         return json.dumps(await client.scale(size if role == "prefill" else None, size if role == "decode" else None))
 
@@ -213,9 +205,8 @@ class Faults:
     async def _kv_silent(self, client: AsyncClient) -> str:
         """gRPC works, and no KV comes from a prefill worker or to a decode worker."""
         seconds = self._chance.uniform(*SILENCE_S)
-        workers = (await client.workers()).workers
-        target = self._random_worker([worker for worker in workers if worker.role != "router"])
-        readers = [target] if target.role == "decode" else [worker for worker in workers if worker.role == "decode"]
+        target = await self._random_worker(client)
+        readers = [target] if target.role == "decode" else await _pool(client, "decode")
         peer = "" if target.role == "decode" else target.worker_id
         orders = [self._order(reader, fault="kv-silent", seconds=seconds, peer=peer) for reader in readers]
         self.watch.out_of_order(target, monotonic() + seconds)
@@ -223,25 +214,25 @@ class Faults:
         return f"of {target.worker_id} for {seconds:.1f} s"
 
     async def _kv_errors(self, client: AsyncClient) -> str:
-        readers = [worker for worker in (await client.workers()).workers if worker.role == "decode"]
+        readers = await _pool(client, "decode")
         how = self._chance.choice(["", "post", "completion"])
         orders = [self._order(reader, fault="kv-errors", seconds=ERRORS_S, share=0.25, at=how) for reader in readers]
         await self._first("kv-errors", orders, ERRORS_S)
         return f"one in four, at {how or 'post or completion'}, for {ERRORS_S:.0f} s"
 
     async def _step_fails(self, client: AsyncClient) -> str:
-        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        target = await self._random_worker(client)
         at, error = self._chance.choice(["step", "forward"]), self._chance.choice(["oom", "runtime"])
         self._struck("step-fails", await self._order(target, fault="step-fails", at=at, error=error))
         return f"{target.worker_id}, {error} in the {at}"
 
     async def _step_hangs(self, client: AsyncClient) -> str:
-        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        target = await self._random_worker(client)
         self._hang(target, "step-hangs", await self._order(target, fault="step-hangs"))
         return target.worker_id
 
     async def _transport_dies(self, client: AsyncClient) -> str:
-        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        target = await self._random_worker(client)
         how = self._chance.choice(["", "hang"])
         self._hang(target, "transport-dies", await self._order(target, fault="transport-dies", at=how))
         return f"{target.worker_id}, its NIXL thread {'hangs' if how else 'ends'}"
@@ -323,10 +314,9 @@ class Faults:
     def _struck(self, fault: str, at: float, lasts: float = 0.0) -> None:
         self._tally.happened.append(Happened(fault, at, lasts))
 
-    def _random_worker(self, workers: list[Worker]) -> Worker:
-        if not workers:
-            raise NotStruck("nobody is there")
-        return self._chance.choice(sorted(workers, key=lambda worker: worker.worker_id))
+    async def _random_worker(self, client: AsyncClient, *roles: str) -> Worker:
+        """Of these roles; without any, of those that have an engine."""
+        return self._chance.choice(await _pool(client, *(roles or ENGINES)))
 
     def _named(self, part: str) -> psutil.Process:
         for process in self.tree():
@@ -346,6 +336,14 @@ class Faults:
 
         self.watch.later(thaw())
         await asyncio.to_thread(_is, process, psutil.STATUS_STOPPED)
+
+
+async def _pool(client: AsyncClient, *roles: str) -> list[Worker]:
+    """Raises NotStruck if there is none."""
+    workers = [worker for worker in (await client.workers()).workers if worker.role in roles]
+    if not workers:
+        raise NotStruck("nobody is there")
+    return sorted(workers, key=lambda worker: worker.worker_id)
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

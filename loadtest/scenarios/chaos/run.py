@@ -51,7 +51,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -200,15 +200,17 @@ class Run:
     async def _calm(self) -> None:
         """The load alone, since all workers are ready."""
         over = monotonic()
-        self._tally.members = await ready_again(self._cluster.target)
+        self._tally.members = await ready_again(self._cluster.target, nothing_held=False)
         self._tally.calm_since = monotonic()
         self._say(f"no fault any more; all workers are ready after {monotonic() - over:.1f} s  ({self._progress()})")
         await self._pause(self._plan.calm)
 
     async def _check_the_end(self) -> None:
         tally, target = self._tally, self._cluster.target
+        began = monotonic()
         try:
-            await whole_again(target, self._say)
+            await ready_again(target, nothing_held=True)
+            self._say(f"all workers are ready, the ledgers balance, nothing is held, after {monotonic() - began:.1f} s")
         except InternalError as error:
             tally.violate("leaked", error.message)
             return
@@ -223,35 +225,24 @@ class Run:
         self._say(f"answers in {SPAN_S:.0f} s, {min(spans)} to {max(spans)}: {sparkline(spans[-200:])}")
 
 
-async def ready_again(target: str) -> set[str]:
-    """Waits until each pool has its first size again, all ready; returns their ids. Raises InternalError."""
-    began, ready = monotonic(), Counter[str]()
-    while monotonic() < began + BACK_S:
-        with suppress(TandemError):
-            async with AsyncClient(target) as client:
-                await client.scale(prefill=POOLS["prefill"], decode=POOLS["decode"])
-                workers = [worker for worker in (await client.workers()).workers if worker.state == "ready"]
-                ready = Counter(worker.role for worker in workers)
-                if ready == POOLS:
-                    return {worker.worker_id for worker in workers}
-        await asyncio.sleep(0.25)
-    raise InternalError(f"{BACK_S:.0f} s after the last fault: {dict(ready)}")
-
-
-async def whole_again(target: str, say: Callable[[str], None]) -> None:
-    """Waits for pools as at the start, all workers ready, nothing held. Raises InternalError."""
+async def ready_again(target: str, nothing_held: bool) -> set[str]:
+    """Waits until each pool has its first size again, all ready, and, if asked for, nothing is held; returns the ids of
+    workers and routers. Raises InternalError."""
     began = monotonic()
     problem: object = "nothing was asked"
     while monotonic() < began + BACK_S:
         try:
             async with AsyncClient(target) as client:
                 await client.scale(prefill=POOLS["prefill"], decode=POOLS["decode"])
-                ready = Counter(worker.role for worker in (await client.workers()).workers if worker.state == "ready")
-                audit = await client.audit()
-            problem = dict(ready) if ready != POOLS else audit.to_dict()
-            if ready == POOLS and audit.balanced and not any(ledger.held for ledger in audit.ledgers):
-                say(f"all workers are ready, the ledgers balance, nothing is held, after {monotonic() - began:.1f} s")
-                return
+                workers = [worker for worker in (await client.workers()).workers if worker.state == "ready"]
+                problem = ready = Counter(worker.role for worker in workers)
+                fine = ready == POOLS
+                if fine and nothing_held:
+                    audit = await client.audit()
+                    problem = audit.to_dict()
+                    fine = audit.balanced and not any(ledger.held for ledger in audit.ledgers)
+                if fine:
+                    return {worker.worker_id for worker in workers}
         except TandemError as error:
             problem = error
         await asyncio.sleep(0.25)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any
@@ -102,22 +103,26 @@ def _report(streams: list[Stream]) -> str:
     return f"same tokens, longest silence {silence:.2f} s, at most {attempts} attempts, {' and '.join(paths)}"
 
 
-def wired(options: str, length: int = 200, new: int = 300) -> Callable[[], str]:
-    def run() -> str:
-        with RayHosts(MODEL, SETTINGS, {"b": "delay 0"}) as cluster:
-            b, asked = cluster.hosts["b"], prompts(8, length)
-            expected = finished(cluster, begin(cluster, asked, new))
-            b.wire(options)
-            found: list[Stream] = []
-            for seed in range(4):  # new prompts, so that KV moves, and the first ones, whose tokens are known
-                found += (streams := begin(cluster, prompts(8, length, seed), new))
-                tokens = finished(cluster, streams)
-                if seed == 0 and tokens != expected:
-                    raise Failure("the tokens differ from those without loss and delay")
-            settle(cluster)
-            return _report(found)
+def through(
+    cluster: RayHosts, harm: Callable[[], None], rounds: int, length: int, count: int, new: int
+) -> list[Stream]:
+    """Streams after `harm`: new prompts, so that KV moves, and the first ones, whose tokens are known. Raises Failure
+    if these differ from those before."""
+    expected = finished(cluster, begin(cluster, prompts(count, length), new))
+    harm()
+    found: list[Stream] = []
+    for seed in range(rounds):
+        found += (streams := begin(cluster, prompts(count, length, seed), new))
+        tokens = finished(cluster, streams)
+        if seed == 0 and tokens != expected:
+            raise Failure("the tokens differ from those before")
+    settle(cluster)
+    return found
 
-    return run
+
+def wired(options: str) -> str:
+    with RayHosts(MODEL, SETTINGS, {"b": "delay 0"}) as cluster:
+        return _report(through(cluster, lambda: cluster.hosts["b"].wire(options), 4, length=200, count=8, new=300))
 
 
 @contextmanager
@@ -135,17 +140,9 @@ def _long_model() -> Iterator[str]:
 
 def slow() -> str:
     with _long_model() as model, RayHosts(model, SETTINGS | {"TANDEM_KV_BLOCKS": "4096"}) as cluster:
-        expected = finished(cluster, begin(cluster, asked := prompts(4, LONG_PROMPT), 40))
-        cluster.hosts["b"].limit("1gbit")
-        found: list[Stream] = []
-        for seed in range(3):
-            found += (streams := begin(cluster, prompts(4, LONG_PROMPT, seed), 40))
-            tokens = finished(cluster, streams)
-            if seed == 0 and tokens != expected:
-                raise Failure("the tokens differ from those without the limit")
-        settle(cluster)
+        found = through(cluster, lambda: cluster.hosts["b"].limit("1gbit"), 3, length=LONG_PROMPT, count=4, new=40)
         moved = [stream.receipt["transfer"]["bytes"] for stream in found if stream.receipt.get("transfer")]
-        return f"{_report(found)}; {sum(moved) / 2**20:.0f} MiB of KV in {len(moved)} transfers, {len(asked)} at once"
+        return f"{_report(found)}; {sum(moved) / 2**20:.0f} MiB of KV in {len(moved)} transfers, 4 at once"
 
 
 def long_cut() -> str:
@@ -199,8 +196,8 @@ def home() -> str:
 
 
 SCENARIOS: dict[str, Callable[[], str]] = {
-    "loss": wired("loss 0.01"),
-    "delay": wired("delay 5"),
+    "loss": partial(wired, "loss 0.01"),
+    "delay": partial(wired, "delay 5"),
     "slow": slow,
     "long-cut": long_cut,
     "return": returns,
