@@ -8,8 +8,6 @@ a process of its own, does one thing at a time:
     idle          holds 500 HTTP connections open and sends nothing
     watchers      has 150 watchers of one running job
 
-and, if --only names them, the floods of flood.py: unread, connections, resets, pings, thousands at a time.
-
 Each is measured `--rounds` times for `--seconds`, in turn with an equal time without it; for `undecodable`, greedy has
 as many requests of ordinary text in progress in that time, and for `watchers` a job with one watcher. Prints the 99th
 percentile of polite's requests without and with the abuse, and their ratio. Exits with 1 if a request of polite failed.
@@ -30,7 +28,6 @@ import typer
 
 from loadtest.harness.options import Rounds, Seconds, names
 from loadtest.harness.stats import percentile
-from loadtest.scenarios.flood import FLOODS
 from loadtest.scenarios.two_tenants import GREEDY, Polite, Target, be_greedy, greedy, served, two_tenants
 from tandem.async_client import AsyncClient
 from tandem.errors import TandemError
@@ -41,7 +38,6 @@ TEXT = 66  # and one for a letter
 REQUESTS, TOKENS = 16, 1900
 CONNECTIONS = 500
 WATCHERS = 150
-FLOOD, FLOOD_S = 2000, 2.0
 
 
 # ---- what greedy does, until it is cancelled; `outcomes` counts the results
@@ -114,17 +110,9 @@ async def watched(target: Target, outcomes: Counter[str], count: int) -> None:
             outcomes["jobs"] += 1
 
 
-def flooding(name: str) -> Abuse:
-    async def again(target: Target, outcomes: Counter[str]) -> None:
-        while True:
-            outcomes += await FLOODS[name](target.grpc, FLOOD, FLOOD_S)
-
-    return again
-
-
 Abuse = Callable[[Target, Counter[str]], Awaitable[None]]
 ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle, "watchers": watchers}
-OTHERS: dict[str, Abuse] = {name: flooding(name) for name in FLOODS} | {"text": text, "job": job}
+FAIR: dict[str, Abuse] = {"text": text, "job": job}
 # greedy's load while the abuse is not measured; otherwise none
 INSTEAD = {"undecodable": "text", "watchers": "job"}
 
@@ -175,9 +163,9 @@ def main(
     if as_greedy:
         name, *addresses = as_greedy
         outcomes: Counter[str] = Counter()
-        abuse = (ABUSES | OTHERS)[name](Target(*addresses), outcomes)
+        abuse = (ABUSES | FAIR)[name](Target(*addresses), outcomes)
         asyncio.run(be_greedy([abuse], outcomes, settle_s=1.0))  # it has its connections and requests by then
         return 0
-    abuses = list(names(only, (*ABUSES, *FLOODS)))
+    abuses = list(names(only, ABUSES))
     with two_tenants("requests=64") as target:
         return 1 if asyncio.run(run(target, abuses, rounds, seconds)) else 0

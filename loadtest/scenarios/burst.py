@@ -25,7 +25,7 @@ from rich.table import Table
 
 from loadtest.harness.goodput import Objective
 from loadtest.harness.machine import conditions
-from loadtest.harness.options import Json, Tpot, Ttft, positive
+from loadtest.harness.options import Json, Tpot, Ttft
 from loadtest.harness.random_checkpoints import make_checkpoint
 from loadtest.harness.report import failures, lines
 from loadtest.harness.stats import console, percentile

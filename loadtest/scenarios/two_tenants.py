@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 import tempfile
 from collections import Counter
@@ -62,9 +61,7 @@ def head(method: str, path: str, key: str, kind: str, length: int) -> bytes:
 
 @contextmanager
 def two_tenants(limits: str, launcher: str = DEFAULT_LAUNCHER, **overrides: Any) -> Iterator[Target]:
-    """The demo model's cluster, in which greedy has these limits. As many files may be open as this system permits."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """The demo model's cluster, in which greedy has these limits."""
     with tempfile.TemporaryDirectory(prefix="tandem-tenants-") as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"greedy {GREEDY} {limits}\npolite {POLITE}\n")

@@ -31,7 +31,7 @@ async def test_each_abuse_is_what_it_says_and_polite_is_served(
         expected |= {"watchers": {"pieces", "jobs"}, "job": {"pieces", "jobs"}}
         for name in expected:
             found: Counter[str] = Counter()
-            abusing = asyncio.ensure_future((abuse.ABUSES | abuse.OTHERS)[name](target, found))
+            abusing = asyncio.ensure_future((abuse.ABUSES | abuse.FAIR)[name](target, found))
             async with two_tenants.served(target.grpc) as polite, asyncio.timeout(30):
                 while not found and not abusing.done():  # noqa: ASYNC110 (a counter offers no event)
                     await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""One client that does what it can to keep the others from being served; the command does it thousands of times."""
+"""One client that does what it can to keep the others from being served."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from loadtest.scenarios import flood, two_tenants
+from loadtest.scenarios import two_tenants
 from services import grpc_server
+from tests.support import flood
 
 QUIET_S = 2.0  # after which a flood takes no answer for its last: a busy machine is silent for a second
 
