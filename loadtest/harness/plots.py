@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
@@ -22,7 +23,6 @@ SIDES = ("#101112", "#131415", "#161718", "#191a1b")
 VARIABLES = {INK: "ink", GRID: "grid", LIMIT: "limit", SPAN: "span", BAD: "bad"} | {
     colour: f"side-{place}" for place, colour in enumerate(SIDES)
 }
-MARKERS, LINES = "osD^", ("-", "--", "-.", ":")
 STYLE: Any = {
     **{
         "text.parse_math": False,
@@ -33,6 +33,8 @@ STYLE: Any = {
     },
     **{"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK},
     **{"axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True},
+    "axes.prop_cycle": cycler(color=SIDES, marker="osD^", linestyle=["-", "--", "-.", ":"]),
+    **{"lines.linewidth": 1.8, "lines.markersize": 5.5},
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10},
     **{"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0},
 }
@@ -57,7 +59,9 @@ def colours(count: int) -> list[str]:
 def draw(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     """Those that what was measured has something to show in."""
     with matplotlib.rc_context(STYLE):
-        plots = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
+        plots = (
+            _over_rates(sides, objective) if any(len({load.rate for load in side.loads}) > 1 for side in sides) else []
+        )
         shown = comparable(sides)
         if not any(load.counted for load in shown.values()):
             return plots
@@ -89,50 +93,43 @@ def _metrics(objective: Objective) -> list[tuple[Metric, float | None, str]]:
     ]
 
 
-def _rates(side: Side) -> bool:
-    return len({load.rate for load in side.loads}) > 1
-
-
 # ---- over the rates
 
 
 def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
+    def over(title: str, read: str, label: str, value: Callable[[Load], float | None], wide: bool = False) -> Axes:
+        figure, axes = _figure(WIDE if wide else HALF)
+        for side in sides:
+            points = sorted((load.offered, at) for load in side.loads if (at := value(load)) is not None)
+            axes.plot([rate for rate, _ in points], [at for _, at in points], label=side.name)
+        axes.set(xlabel="offered rate (requests/s)", ylabel=label, xlim=(0, None))
+        drawn.append((figure, Plot(title, read, "", wide)))
+        return axes
+
+    drawn: list[tuple[Figure, Plot]] = []
     limits = f"TTFT at most {objective.ttft:g} s and TPOT at most {objective.tpot * 1e3:g} ms"
-    figure, axes = _figure(WIDE)
-    top = max((load.offered for side in sides for load in side.loads), default=1.0)
-    axes.plot([0, top], [0, top], color=LIMIT, linewidth=1, linestyle=(0, (2, 3)), label="everything kept")
+    read = f"Requests a second that kept {limits}. Dotted: the highest rate at which {objective.attainment:.0%} did."
+    axes = over("Goodput against rate", read, "goodput (requests/s)", lambda load: load.goodput(objective), wide=True)
     for place, side in enumerate(sides):
-        _line(axes, place, side.name, [(load.offered, load.goodput(objective)) for load in side.loads])
         for best in side.bests:
             axes.axvline(best, color=SIDES[place % 4], linewidth=1.2, linestyle=":", alpha=0.8)
-    axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (requests/s)", xlim=(0, None), ylim=(0, None))
-    _legend(axes)
-    read = f"Requests a second that kept {limits}. Dotted: the highest rate at which {objective.attainment:.0%} did."
-    plots = [Plot("Goodput against rate", read, _svg(figure), wide=True)]
-
-    figure, axes = _figure(HALF)
-    for place, side in enumerate(sides):
-        points = [(load.offered, 100 * load.attainment(objective)) for load in side.loads]
-        _line(axes, place, side.name, points)
-    _limit(axes, 100 * objective.attainment, f"wanted: {objective.attainment:.0%}")
-    axes.set(xlabel="offered rate (requests/s)", ylabel="requests that kept it (%)", xlim=(0, None), ylim=(0, 104))
-    _legend(axes)
     read = "Of all requests; rejected, failed and unfinished ones did not keep it."
-    plots.append(Plot("Attainment against rate", read, _svg(figure)))
-
+    axes = over("Attainment against rate", read, "kept it (%)", lambda load: 100 * load.attainment(objective))
+    _limit(axes, 100 * objective.attainment, f"wanted: {objective.attainment:.0%}")
     for metric, bound, title in _metrics(objective)[:3]:
-        figure, axes = _figure(HALF)
-        share, ordinal = (0.99, "99th") if metric == "itl" else (0.9, "90th")
-        for place, side in enumerate(sides):
-            values = [(load.offered, load.values(metric)) for load in side.loads]
-            _line(axes, place, side.name, [(rate, percentile(those, share)) for rate, those in values if those])
+        share = 0.99 if metric == "itl" else 0.9
+        label, read = f"{metric.upper()} p{share * 100:.0f}", f"The {share * 100:.0f}th percentile, logarithmic."
+
+        def value(load: Load, metric: Metric = metric, share: float = share) -> float | None:
+            return percentile(values, share) if (values := load.values(metric)) else None
+
+        axes = over(f"{title} against rate", read, label, value)
         if bound:
             _limit(axes, bound, f"objective: {SECONDS(bound)}")
-        axes.set(xlabel="offered rate (requests/s)", ylabel=f"{metric.upper()} p{share * 100:.0f}", xlim=(0, None))
         _logarithmic(axes)
-        _legend(axes)
-        plots.append(Plot(f"{title} against rate", f"The {ordinal} percentile, on a logarithmic scale.", _svg(figure)))
-    return plots
+    for figure, _ in drawn:
+        _legend(figure.axes[0])
+    return [replace(plot, svg=_svg(figure)) for figure, plot in drawn]
 
 
 # ---- of one load
@@ -141,15 +138,22 @@ def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
 def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
     plots = []
     for metric, bound, title in _metrics(objective):
-        figure, axes = _figure(HALF)
-        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}, bound):
+        values = {name: load.values(metric) for name, load in shown.items()}
+        if not any(values.values()):
             continue
+        figure, axes = _figure(HALF)
+        for name, those in values.items():
+            axes.ecdf(those or [float("nan")], label=name, marker="")
+        # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
+        least = min(percentile(those, 0.02) for those in values.values() if those)
+        most = max(max(those) for those in values.values() if those)
+        axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="share at most so long", xscale="log")
+        axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, bound or 0.0) * 1.3)
+        _seconds(axes.xaxis)
         if bound:
             axes.axvline(bound, color=LIMIT, linewidth=1.3)
             look: Any = {"color": LIMIT, "va": "bottom", "ha": "right", "fontsize": 9.5, "in_layout": False}
-            axes.text(bound, 3, f"objective: {SECONDS(bound)} ", **look)
-        _seconds(axes.xaxis)
-        axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="at most so long (%)")
+            axes.text(bound, 0.03, f"objective: {SECONDS(bound)} ", **look)
         _legend(axes)
         what = "gaps between messages" if metric == "itl" else "requests"
         names = "; ".join(f"{name} at {load.offered:.2f} requests/s" for name, load in shown.items())
@@ -199,33 +203,6 @@ def _sheet(size: tuple[float, float]) -> Figure:
 def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
     figure = _sheet(size)
     return figure, figure.subplots()
-
-
-def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float]]) -> None:
-    if points:
-        xs, ys = zip(*sorted(points), strict=True)
-        look: Any = {"color": SIDES[place % 4], "marker": MARKERS[place % 4], "linestyle": LINES[place % 4]}
-        axes.plot(xs, ys, label=name, linewidth=1.8, markersize=5.5, **look)
-
-
-def _cumulative(axes: Axes, values: dict[str, list[float]], bound: float | None = None) -> bool:
-    """Whether there was anything to draw. A limit is on the axis, too."""
-    for place, (name, those) in enumerate(values.items()):
-        if those:
-            ordered = sorted(those)
-            shares = [100 * (number + 1) / len(ordered) for number in range(len(ordered))]
-            look: Any = {"color": SIDES[place % 4], "linestyle": LINES[place % 4]}
-            axes.step(ordered, shares, where="post", linewidth=1.8, label=name, **look)
-    if not any(values.values()):
-        return False
-    axes.set_xscale("log")
-    # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
-    least = min(percentile(those, 0.02) for those in values.values() if those)
-    most = max(max(those) for those in values.values() if those)
-    axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, bound or 0.0) * 1.3)
-    _seconds(axes.xaxis)
-    axes.set_ylim(0, 101)
-    return True
 
 
 def _limit(axes: Axes, at: float, label: str) -> None:
