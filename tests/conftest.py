@@ -18,6 +18,9 @@ from tests.support.triton_interpreter import sum_each_row_alone
 # Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Until all tests are imported: with it, that takes each process a third longer.
+gc.disable()
+
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("suite"), max_examples=20)  # make fast
@@ -83,11 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ToldAtOnce(config))
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Triton, if a test imports it, is as a GPU; and what the tests import stays: no collection looks at it again."""
     if "triton" in sys.modules:
         sum_each_row_alone()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,8 +104,11 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Weights of tiny models do not belong into somebody's cache folder; child processes inherit this."""
+def environment_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Weights of tiny models do not belong into somebody's cache folder; child processes inherit this. And a client of
+    HTTP that verifies servers reads the authorities it knows, 50 ms of a core each time: here it knows none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield

@@ -74,6 +74,7 @@ def texts(values: dict[str, Any], name: str = NAME, namespace: str = NAMESPACE) 
     return {path: text for path, text in found.items() if path.endswith(".yaml")}
 
 
+@functools.cache
 def settings_schema() -> dict[str, Any]:
     """What the code says of each setting, as a schema of values."""
     found = Settings.model_json_schema()["properties"]

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -187,8 +187,8 @@ def inside(
         if not settings.keys() & {"prefill_tp", "decode_tp"}:
             monkeypatch.setitem(captured_steps.LARGEST, "cpu", 4)
         # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
-        for name in ("keep_imports", "short_collections"):
-            monkeypatch.setattr(launch, name, lambda: None)
+        for name, nothing in (("importing", nullcontext), ("short_collections", lambda: None)):
+            monkeypatch.setattr(launch, name, nothing)
         # The test's own computing shares the event loop, which a worker's process has to itself.
         for module in (services.worker, services.router.server):
             monkeypatch.setattr(module, "MAX_LOOP_BLOCKED_S", 300.0)
