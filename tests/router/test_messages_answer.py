@@ -216,6 +216,8 @@ async def test_max_tokens_0_fills_the_cache_and_shows_nothing() -> None:
         ("", {}),
         ('{"of" "Eiger"}', {"INVALID_JSON": '{"of" "Eiger"}'}),
         ("[1]", {"INVALID_JSON": "[1]"}),
+        (' {"of": "Eiger"}, "in": "m"}', {"INVALID_JSON": ' {"of": "Eiger"}, "in": "m"}'}),
+        (' {"of": "Eiger"}\n', {"of": "Eiger"}),
         ('{"x": NaN}', {"INVALID_JSON": '{"x": NaN}'}),
         ('{"x": [-1e999]}', {"INVALID_JSON": '{"x": [-1e999]}'}),
         ('{"x": "\\ud800"}', {"INVALID_JSON": '{"x": "\\ud800"}'}),
@@ -226,6 +228,13 @@ async def test_broken_arguments_are_kept(text: str, arguments: dict[str, Any]) -
     parts = [call(), *([given_as(text)] if text else [])]
     (block,) = (await collected(events(parts, reason=LENGTH)))["content"]
     assert block["input"] == arguments
+
+
+async def test_arguments_that_the_model_left_unfinished_are_no_smaller_call() -> None:
+    """It ended the answer itself, so the client would run what it takes for the whole call."""
+    text = '{"of": "Eiger", "in": "Ber'
+    message = await collected(events([call(), given_as(text)]))
+    assert (message["stop_reason"], message["content"][0]["input"]) == ("tool_use", {"INVALID_JSON": text})
 
 
 async def test_a_stream_begins_with_the_first_token_and_ends_with_what_failed() -> None:

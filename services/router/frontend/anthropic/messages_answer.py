@@ -30,6 +30,7 @@ from tandem.v1 import common_pb2, generation_pb2
 INVALID_JSON = "INVALID_JSON"  # Anthropic's documented key for arguments that are not a JSON object
 
 Event = dict[str, Any]
+_DECODER = json.JSONDecoder()
 
 
 class Blocks:
@@ -150,10 +151,11 @@ class MessagesAnswer:
                             pieces[index, name].append(text)
                     case {"type": "message_delta", "delta": delta, "usage": usage}:
                         message |= {**delta, "usage": usage}
+        ended = message["stop_reason"] == "tool_use"
         for (index, name), texts in pieces.items():
             block, text = message["content"][index], "".join(texts)
             if name != "type":
-                block |= {"input": _input(text)} if name == "partial_json" else {name: text}
+                block |= {"input": _input(text, ended=ended)} if name == "partial_json" else {name: text}
         return to_json(message)
 
     def _events(self, event: generation_pb2.GenerateResponse) -> Iterator[Event]:
@@ -203,12 +205,23 @@ class MessagesAnswer:
         }
 
 
-def _input(text: str) -> dict[str, Any]:
-    """A call's arguments. Truncated ones keep their complete values, as in the SDK's streams; text that is not a JSON
-    object is put under INVALID_JSON."""
+def _input(text: str, *, ended: bool) -> dict[str, Any]:
+    """A call's arguments. Truncated ones keep their complete values, as in the SDK's streams; other text that is not
+    one JSON object is put under INVALID_JSON. `ended`: by the model, so nothing was truncated."""
+    if not text.strip():
+        return {}
     try:
-        value = from_json(text, allow_inf_nan=False, allow_partial=True)
+        value = from_json(text, allow_inf_nan=False, allow_partial=not (ended or _ends(text)))
         json.dumps(value, allow_nan=False)  # a number beyond a double has become an infinity, which JSON has not
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: text}
+
+
+def _ends(text: str) -> bool:
+    """Whether there is a whole JSON value at the beginning."""
+    try:
+        _DECODER.raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return True
