@@ -7,6 +7,7 @@ sentence, not minutes and a stack trace.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 from pathlib import Path
@@ -16,6 +17,8 @@ import xxhash
 
 from tandem.checkpoint import folder_of, hub_revision, read_json, weight_files
 from tandem.errors import CheckpointRefused
+
+log = logging.getLogger(__name__)
 
 WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; larger weight files are sampled
 SAMPLES = 4096
@@ -86,9 +89,9 @@ def check_safetensors(file: Path) -> None:
         raise CheckpointRefused(f"{file} has {actual} bytes where its header promises {promised}; download it again")
 
 
-def check_biases(files: list[Path], module: Any, unused: list[str]) -> None:
-    """Raises CheckpointRefused for a bias among the `unused` tensors whose layer has none by the config: transformers
-    leaves it out, and the model that was trained computes with it. One of zeros changes nothing."""
+def check_unused(files: list[Path], module: Any, unused: list[str]) -> None:
+    """Warns of tensors that transformers leaves out. Raises CheckpointRefused for a bias among them whose layer has
+    none by the config: the model that was trained computes with it. One of zeros changes nothing."""
     from safetensors import safe_open  # slow to import, and only needed where something is left over
 
     layers: dict[str, Any] = dict(module.named_modules())
@@ -101,9 +104,11 @@ def check_biases(files: list[Path], module: Any, unused: list[str]) -> None:
             with safe_open(file, framework="pt") as tensors:
                 if name in tensors.keys() and tensors.get_tensor(name).any():  # noqa: SIM118 - not a dict
                     raise CheckpointRefused(
-                        f"{file} has {name}, and by its config that layer has no bias: set what switches biases on in"
-                        " config.json (attention_bias, mlp_bias)"
+                        f"{file} has {name}, and by its config that layer has no bias: set what switches its biases on"
+                        " in config.json (attention_bias, mlp_bias), or the model_type whose layer has one"
                     )
+    if unused:
+        log.warning("%s has %d tensors that its model does not take, such as %s", files[0], len(unused), unused[0])
 
 
 def fingerprint(folder: Path, files: list[Path]) -> str:

@@ -160,7 +160,7 @@ def _check_report(source: Source, module: PreTrainedModel, report: dict[str, Any
     unexpected = sorted(map(str, report.get("unexpected_keys") or ()))
     quantized_checkpoint.check_keys(unexpected, source.packed)
     if source.packed is None:
-        checkpoint.check_biases(source.files, module, unexpected)
+        checkpoint.check_unused(source.files, module, unexpected)
 
 
 @contextmanager

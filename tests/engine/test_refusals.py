@@ -115,6 +115,17 @@ def test_missing_tensor(llama: Path) -> None:
         load(llama)
 
 
+def test_a_tensor_that_the_model_does_not_take(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Is left out, as by transformers, and the log names it: the config may be that of another model."""
+    load(llama)
+    assert "does not take" not in caplog.text
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    load(llama)
+    assert "1 tensors that its model does not take, such as model.layers.1.self_attn.q_norm.weight" in caplog.text
+
+
 @pytest.mark.parametrize("filled", [1.0, 0.0])
 def test_a_bias_that_the_config_switches_off(filled: float, llama: Path) -> None:
     """Is refused by its name, since transformers would leave it out of the layer; one of zeros is left out."""
