@@ -19,7 +19,6 @@ from tandem.errors import Busy, InvalidRequest, TandemError
 from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down, together
-from tests.support.stopwatch import no_collection
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 PROMPTS = ["Return the", "What does sorted do?", "Raised when an index", "Create a"]
@@ -275,7 +274,7 @@ async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, mo
     monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.1)
     monkeypatch.setattr(engine.decoding.structured_output, "REPLAY_CPU_S", 0.0)
     hostile = {"regex": "(a*)*(a*)*(aa|a)*(a|aa)*" * 8}
-    async with inside(model=DEMO) as cluster, no_collection():
+    async with inside(model=DEMO) as cluster:
         others = asyncio.gather(*(cluster.client.generate(prompt, **options()) for prompt in PROMPTS))
         with pytest.raises(TandemError) as caught:
             await cluster.client.generate(
