@@ -32,7 +32,7 @@ CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: shares of a group's range that ar
 SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of absolute values
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
-PIECE = 4 << 20  # elements of a weight that are in float32 at a time
+PIECE = 1 << 20  # elements of a weight that are in float32 at a time
 PANEL_ROWS = 64  # a multiple of the rows of every level's panel
 _CODES = "_tandem_codes"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import kernels
+from engine.core.packing_scheme import scheme_of
 from engine.core.weight_formats import BITS
 from engine.kernels import weight_quantization
 from engine.loading import cut_check, gptq_awq_fp8, part_loader
 from engine.loading.self_check import pack
 from engine.parallel import weight_cut
+from engine.parallel.weight_cut import Part
 from loadtest.harness.random_checkpoints import make_checkpoint
 from planner.capacity import read_shape
 from planner.ranks import of_ranks
@@ -25,7 +29,18 @@ from tandem.errors import CheckpointRefused
 from tests.engine.conftest import TWO, two_layers
 from tests.engine.test_gptq_awq_fp8 import ALL, configure
 from tests.engine.test_gptq_awq_fp8 import make as make_packed
-from tests.engine.test_ranks import CUTS, PROMPTS, engine_of, follow, greedy, random_biases, table
+from tests.engine.test_ranks import (
+    CONSTANT,
+    CUTS,
+    LARGE,
+    PROMPTS,
+    allowed,
+    engine_of,
+    follow,
+    greedy,
+    random_biases,
+    table,
+)
 from tests.support.quantised import rounded
 
 pytestmark = pytest.mark.skipif(
@@ -117,6 +132,53 @@ def test_ranks_with_a_quantised_checkpoint_give_the_tokens_of_transformers(
             assert torch.equal(weight, parts[name]), name
         assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
         assert engine.model.weights == ALL[kind]["quant_method"]
+
+
+class Recorded:
+    """A tensor of a file, which counts what is read of it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.read = tensor, 0
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found: torch.Tensor = self.tensor[index]
+        self.read += found.numel()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize("kind", ["gptq-4", "gptq-4-all", "gptq-2", "awq", "fp8-cut-blocks", "torchao-int4-asymmetric"])
+def test_a_rank_reads_its_part_of_the_integers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing beside it but the rest of a word; two stretches of rows, or columns that begin within a word and a
+    group. The values are those of the whole."""
+    make_packed(tmp_path, ALL[kind], "tiny-qwen2")
+    files = [tmp_path / "quantised/model.safetensors"]
+    recorded: dict[str, Recorded] = {}
+
+    class File:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.file = safe_open(path, framework)
+            self.keys, self.metadata = self.file.keys, self.file.metadata
+
+        def get_slice(self, name: str) -> Recorded:
+            return recorded.setdefault(name, Recorded(self.file.get_slice(name)))
+
+    monkeypatch.setattr(gptq_awq_fp8, "safe_open", File)
+    products = gptq_awq_fp8.read(files, scheme_of(ALL[kind])).products
+    product = products["model.layers.0.mlp.down_proj"]  # [64, 96]
+    (integers,) = (
+        found
+        for name, found in recorded.items()
+        if "0.mlp.down_proj" in name and name.endswith(("qweight", "proj.weight", "qdata"))
+    )
+    whole, all_of_it = product.weight(), integers.read
+    assert all_of_it > 0
+    for part in (Part(0, ((0, 16), (32, 16))), Part(1, ((36, 24),))):
+        integers.read = 0
+        assert torch.equal(product.part(part).weight(), part.of(whole))
+        assert 0 < integers.read <= 0.51 * all_of_it
 
 
 def own_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +275,15 @@ def test_groups_that_ranks_would_break_are_refused(tmp_path: Path) -> None:
         patch.setattr(part_loader, "load", lambda *_: pytest.fail("weights were read"))
         with engine_of(tmp_path, 2, weights="int4"):
             pass
+
+
+def test_rounding_takes_no_more_memory_than_loading(tmp_path: Path) -> None:
+    """A rank that rounds its part has, at its peak, that part and what does not grow with the model; afterwards its
+    codes."""
+    make_checkpoint(tmp_path, "tiny-qwen3", dtype="float32", **LARGE)
+    with engine_of(tmp_path, 2, copies=nullcontext, weights="int8") as (engine, _):
+        assert engine.model.ranks is not None
+        (other,) = engine.model.ranks.memory
+        assert other.peak - other.before <= allowed(tmp_path)
+        assert other.after - other.before <= engine.model.weight_bytes / 2 + CONSTANT
+        assert engine.model.weight_bytes < 0.4 * (tmp_path / "model.safetensors").stat().st_size
