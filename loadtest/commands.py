@@ -72,7 +72,6 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "scale-registry": Measurement("scenarios.scale_registry:main", "registry with many workers, routers and jobs"),
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
         "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
-        "fuzz": Measurement("scenarios.fuzz:main", "generated requests: documented answers only, no worker dies"),
         "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),
         "chaos": Measurement("scenarios.chaos.run:main", "random faults under load: no answer may differ by a token"),
     },

@@ -5,7 +5,6 @@ docs/measuring.md describes each part and the installation of the peers. All pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Annotated, Any, Literal
@@ -19,10 +18,9 @@ from loadtest.harness.machine import conditions
 from loadtest.harness.options import PEERS_HOME, Home, Json, Quick, Script, names, numbers
 from loadtest.harness.progress import progress
 from loadtest.harness.section_table import finish
-from loadtest.harness.stats import Section, Tick
 from tandem.settings import Settings
 
-PARTS = ("serve", "interference", "engines", "soak")
+PARTS: dict[str, Any] = {"serve": serve, "interference": interference, "engines": engines, "soak": soak}  # modules
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,6 @@ def planned(changes: Changes) -> dict[str, Any]:
     }
 
 
-def measure(part: str, plan: Any, peers: Peers, tick: Tick) -> list[Section]:
-    run: dict[str, Callable[[], list[Section]]] = {
-        "serve": lambda: serve.run(peers, plan, tick),
-        "interference": lambda: interference.run(peers, plan, tick),
-        "engines": lambda: engines.run(peers, plan, tick),
-        "soak": lambda: [soak.run(peers, plan, tick)],
-    }
-    return run[part]()
-
-
 def main(
     part: Annotated[Literal["serve", "interference", "engines", "soak"], typer.Argument()],
     changes: Changes,
@@ -97,7 +85,7 @@ def main(
     before, began = conditions(), monotonic()
     with progress(part, plan.ticks) as (tick, _):
         about = machine.measure(machine.usable_threads(), machine.QUICK if changes.quick else machine.Plan())
-        sections = measure(part, plan, Peers(script, home.expanduser(), chosen), tick)
+        sections = PARTS[part].run(Peers(script, home.expanduser(), chosen), plan, tick)
     by_title = {section.title: section for section in sections}
     finish(about, by_title, before, began, results, plan=vars(plan), set=chosen)
     return 0

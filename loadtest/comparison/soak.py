@@ -35,13 +35,13 @@ class Plan:
         return 1 + self.samples
 
 
-def run(peers: Peers, plan: Plan, tick: Tick) -> Section:
+def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
     """Raises InternalError when the ledger does not balance at the end."""
     tick("starting a cluster of the demo model")
     small = {"kv_blocks": plan.kv_blocks, "max_model_len": 256, "dtype": "float32"}
     server = Tandem("pd", DEMO, **{**small, **peers.settings})
     with started([server]):
-        return asyncio.run(_soak(server, plan, tick))
+        return [asyncio.run(_soak(server, plan, tick))]
 
 
 async def _soak(server: Tandem, plan: Plan, tick: Tick) -> Section:

@@ -35,7 +35,6 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="The smallest run, to test the command: its numbers mean nothing.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all random choices.")]
-Runs = Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each side, in turn.")]
 Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Rounds in which the sides take turns.")]
 Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each side, in turn.")]
 Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of the operators.")]

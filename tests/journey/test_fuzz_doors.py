@@ -20,13 +20,13 @@ from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from loadtest.harness.random_checkpoints import make_adapter
-from loadtest.scenarios.fuzz import CONTEXT, case, sized, varint
 from services.router.frontend.batches.batch_runner import BatchRunner
 from services.router.frontend.batches.files_api import FilesApi
 from services.router.models import Models
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import generation_pb2, jobs_pb2
 from tests.journey.test_fuzz import ANY_TEXT, DEMO, VALUES, bug, check_error, each, written
+from tests.support.fuzz import CONTEXT, case, sized, varint
 from tests.support.templates import HERMES
 
 MODELS = ("one", "two")
@@ -267,7 +267,7 @@ def may_wait(number: int) -> bool:
 
 
 def submitted(requests: list[tuple[int, bytes]]) -> bytes:
-    """As SubmitJobsRequest: cases of loadtest's, each with a model."""
+    """As SubmitJobsRequest: cases of tests/support/fuzz.py, each with a model."""
     of_model = varint(MODEL_FIELD << 3 | 2)
     return b"".join(b"\x0a" + sized(case(7, number) + of_model + sized(name)) for number, name in requests)
 

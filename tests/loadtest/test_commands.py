@@ -46,7 +46,7 @@ def test_every_measurement_has_a_help_of_its_own(name: str, capsys: pytest.Captu
             assert f"--{option.name.replace('_', '-')} " in out
 
 
-@pytest.mark.parametrize("wrong", [[], ["no-such"], ["fuzz", "--cases", "many"], ["abuse", "--only", "x"], ["prefix"]])
+@pytest.mark.parametrize("wrong", [[], ["no-such"], ["chaos", "--every", "many"], ["abuse", "--only", "x"], ["prefix"]])
 def test_a_wrong_command_line_ends_with_2(wrong: list[str]) -> None:
     """Before anything starts."""
     assert main(wrong) == 2
@@ -67,10 +67,10 @@ def test_a_dataclass_stands_for_its_fields(monkeypatch: pytest.MonkeyPatch) -> N
         return 7
 
     monkeypatch.setattr(Measurement, "load", lambda self: (measure, "help"))
-    assert main(["fuzz", "--seed", "5", "--required", "0.5", "--json", "x"]) == 7
+    assert main(["chaos", "--seed", "5", "--required", "0.5", "--json", "x"]) == 7
     assert seen == [Sizes(3, 5), 0.5, Path("x")]
-    assert main(["fuzz", "--seed", "5"]) == 2
-    assert main(["fuzz", "--required", "0"]) == 2
+    assert main(["chaos", "--seed", "5"]) == 2
+    assert main(["chaos", "--required", "0"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_every_error_has_one_way_out(
         raise error
 
     monkeypatch.setattr(commands.Measurement, "load", lambda self: (measure, "help"))
-    assert main(["fuzz"]) == code
+    assert main(["chaos"]) == code
     assert said in capsys.readouterr().err
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from loadtest.scenarios.fuzz import GOOD, TEMPLATE
 from services.router.answer.call_formats.registry import NAMES, reader_of
 from services.router.answer.parts import CallBegin, Part, joined
 from services.router.frontend.openai import openai_errors, openai_protocol
@@ -30,6 +29,7 @@ from services.router.tenancy import api_keys
 from tandem.errors import SettingsError, TandemError
 from tandem.settings import Settings, load
 from tandem.v1 import generation_pb2
+from tests.support.fuzz import GOOD, TEMPLATE
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 FACTS = ModelFacts("demo", context=96, vocab_size=2048, eos_token_ids=(0,))

@@ -1,10 +1,7 @@
-"""Generated requests: each must have a documented answer, and no worker may die.
+"""Generated requests over gRPC, each of which must have a documented answer.
 
 A case is a valid request followed by bytes that protobuf reads as more of the same message: an unusual value in some
-field, some fields of any message, or random bytes. It depends on its seed and number only, so `--first N --cases 1`
-repeats case N. Without `--target`, starts a cluster of one prefill and one decode worker with the demo model and a
-context of 96 tokens, so that answers are short. Ends at the first undocumented answer, prints the number of its case,
-and exits with 1.
+field, some fields of any message, or random bytes. It depends on its seed and number only.
 """
 
 from __future__ import annotations
@@ -12,28 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import shutil
 import struct
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from time import monotonic
-from typing import Annotated, Any
+from typing import Any
 
 import grpc
-import typer
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from cluster.local_cluster import LocalCluster
-from loadtest.harness.demo_model import DEMO
-from loadtest.harness.options import AtOnce, Seed
 from tandem import settings
-from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import common_pb2, generation_pb2
@@ -41,7 +27,6 @@ from tandem.v1 import common_pb2, generation_pb2
 CONTEXT = 96
 GENERATE = "/tandem.v1.GenerationService/Generate"
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
-EVERY = 2_000  # cases, after which it is looked whether all workers live and answer as they did
 TIMEOUT_S = 120.0  # of one case
 
 # ---- what is sent: bytes, because no message can hold all that a client can send
@@ -295,56 +280,3 @@ class Fuzz:
         finally:
             for task in lanes:
                 task.cancel()
-
-
-# ---- the command
-
-
-async def alive(client: AsyncClient) -> tuple[dict[str, str], list[int]]:
-    """Each worker's incarnation, and the tokens of one fixed request."""
-    lives = {
-        worker.worker_id: worker.incarnation for worker in (await client.workers()).workers if worker.role != "router"
-    }
-    return lives, (await client.generate("Return the", max_tokens=16, temperature=1.0, seed=1)).token_ids
-
-
-@dataclass(frozen=True)
-class Plan:
-    cases: Annotated[int, typer.Option(metavar="N", min=1, help="To try.")] = 1_000_000
-    first: Annotated[int, typer.Option(metavar="N", min=0, help="Number of the first case.")] = 0
-    seed: Seed = 1
-    at_once: AtOnce = 64
-
-
-async def run(target: str, plan: Plan) -> None:
-    async with AsyncClient(target) as client, grpc.aio.insecure_channel(target) as channel:
-        fuzz = await Fuzz.at(channel)
-        before, began, last = await alive(client), monotonic(), plan.first + plan.cases
-        for first in range(plan.first, last, EVERY):
-            await fuzz.cases(plan.seed, range(first, min(first + EVERY, last)), plan.at_once)
-            assert await alive(client) == before, (
-                f"after case {min(first + EVERY, last)}: a worker died, or says otherwise"
-            )
-            done = min(first + EVERY, last) - plan.first
-            summary = ", ".join(f"{count} {name}" for name, count in sorted(fuzz.outcomes.items()))
-            print(f"{done:>9} cases, {done / (monotonic() - began):.0f}/s, every worker lives: {summary}", flush=True)
-        assert (await client.audit()).balanced, "the ledgers do not balance"
-
-
-def main(
-    plan: Plan,
-    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="Instead of a cluster of this command.")] = "",
-) -> int:
-    with ExitStack() as stack:
-        if not target:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-fuzz-"))) / "model"
-            shutil.copytree(DEMO, folder)
-            (folder / "chat_template.jinja").write_text(TEMPLATE)
-            overrides = settings.load(model=str(folder), port=0, max_model_len=CONTEXT, kv_blocks=2048)
-            target = stack.enter_context(LocalCluster(overrides, lambda line: print(line, file=sys.stderr))).target
-        try:
-            asyncio.run(run(target, plan))
-        except AssertionError as wrong:
-            print(f"error: {wrong}", file=sys.stderr)
-            return 1
-    return 0
