@@ -110,7 +110,7 @@ class Pod:
             return True
         return False
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 180.0) -> None:
         """Asks again and again, as kubelet does, if more often; whether it is ready when it has started."""
         deadline = time.monotonic() + timeout_s
         for probe in ("startupProbe", "readinessProbe"):
