@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 from engine.loading.checkpoint import check_folder
-from loadtest.harness.random_checkpoints import HYBRID, REAL, SHAPES, SPARSE, TINY, main, make_checkpoint
+from loadtest.harness.random_checkpoints import make_checkpoint
 from tandem.checkpoint import read_json
 
 
@@ -21,18 +20,8 @@ def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes a complete bfloat16 checkpoint without an end-of-sequence token."""
-    assert main(["tiny-qwen3", str(tmp_path)]) == 0
-    (file,) = check_folder(tmp_path)
+def test_a_checkpoint_is_whole_and_never_ends(tmp_path: Path) -> None:
+    """In bfloat16 by default, and without an end-of-sequence token."""
+    (file,) = check_folder(make_checkpoint(tmp_path, "tiny-qwen3"))
     assert {str(tensor.dtype) for tensor in load_file(file).values()} == {"torch.bfloat16"}
     assert read_json(tmp_path / "config.json").get("eos_token_id") is None
-    assert "tiny-qwen3" in capsys.readouterr().out
-
-
-def test_unknown_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A shape that does not exist prints the ones that do."""
-    assert main(["llama-9000B", str(tmp_path)]) == 2
-    printed = capsys.readouterr().err
-    assert all(shape in printed for shape in SHAPES)
-    assert len(SHAPES) == len(REAL) + len(TINY) + len(HYBRID) + len(SPARSE)

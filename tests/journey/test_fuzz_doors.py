@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from loadtest.harness.random_checkpoints import make_adapter
 from services.router.frontend.batches.batch_runner import BatchRunner
-from services.router.frontend.batches.files_api import FilesApi
+from services.router.frontend.http_body import BodyReader
 from services.router.models import Models
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import generation_pb2, jobs_pb2
@@ -246,7 +246,7 @@ async def test_whatever_comes_to_files_batches_responses_and_adapters_is_answere
         await asyncio.gather(*(one.task for one in list(runner._running.values()) if one.task is not None))
         await http.post("/v1/unload_lora_adapter", json={"lora_name": "red"})
         with monkeypatch.context() as broken, pytest.raises(AssertionError):
-            broken.setattr(FilesApi, "_tenant", bug)
+            broken.setattr(BodyReader, "tenant", bug)
             await check(("GET", "/v1/files", {}))
 
 
