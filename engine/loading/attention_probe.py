@@ -211,7 +211,7 @@ def _nothing_chosen(_mask: Any, hidden: torch.Tensor) -> torch.Tensor:
 def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if len(facts) >= layers or (mixers and (facts or len(mixers.each) >= layers)):
+    if 0 < layers <= len(facts) or (mixers and (facts or len(mixers.each) >= layers)):
         return
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
     if not facts:

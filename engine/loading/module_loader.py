@@ -25,7 +25,7 @@ from engine.parallel.weight_cut import Cut, cut
 from tandem.errors import CheckpointRefused
 
 # What transformers raises for a config that it does not take; the last one has its reason as the cause.
-BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError)
+BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, ArithmeticError, StrictDataclassError)
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (*BAD_CONFIG, ImportError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
 

@@ -325,6 +325,24 @@ def test_impossible_length(checkpoint: Checkpoint, wanted: int) -> None:
         load(checkpoint("tiny-llama"), max_model_len=wanted)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"num_attention_heads": 0}, "by zero"),
+        ({"head_dim": 0}, "cannot load"),
+        ({"pad_token_id": 10**9}, "Padding_idx must be within"),
+        ({"num_hidden_layers": 0}, "makes no call to transformers' attention interface"),
+        ({"transformers_weights": 0}, "cannot load"),
+    ],
+)
+def test_numbers_that_make_no_model(values: dict[str, Any], reason: str, llama: Path) -> None:
+    """Are refused in a sentence, wherever transformers stumbles over them."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(CheckpointRefused, match=reason):
+        load(llama)
+
+
 def test_a_checkpoint_of_one_position(llama: Path) -> None:
     """Has no room for a prompt and a token after it, and is refused by its config's number."""
     config = json.loads((llama / "config.json").read_text())
