@@ -64,6 +64,11 @@ class Drafting(NamedTuple):
 
 
 class Drafter(Protocol):
+    busy: bool
+    """Whether the last proposal did one-time work, so that its duration is not representative."""
+    under_way: Drafting
+    """For a watchdog, on any thread."""
+
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
         """Drafts for each chunk, at most as many as requested."""
 
@@ -71,14 +76,6 @@ class Drafter(Protocol):
         """The drafts of a sequence have been verified; `tokens` are its tokens now."""
 
     def forget(self, sequence_id: str) -> None: ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether the last proposal did one-time work, so that its duration is not representative."""
-
-    @property
-    def under_way(self) -> Drafting:
-        """For a watchdog, on any thread."""
 
 
 # ---- whether it pays
@@ -198,6 +195,7 @@ class Ngram:
     the tokens that followed it. A match that overlaps with itself repeats with its period."""
 
     def __init__(self) -> None:
+        self.busy, self.under_way = False, Drafting()
         self._ids: dict[str, array[int]] = {}  # a copy of each sequence's tokens for numpy
 
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
@@ -207,14 +205,6 @@ class Ngram:
 
     def forget(self, sequence_id: str) -> None:
         self._ids.pop(sequence_id, None)
-
-    @property
-    def busy(self) -> bool:
-        return False
-
-    @property
-    def under_way(self) -> Drafting:
-        return Drafting()
 
     def _continue(self, sequence: Sequence, most: int) -> list[int]:
         ids = self._ids.setdefault(sequence.id, array("q"))
@@ -248,17 +238,16 @@ class ModelDrafter:
         self.pages = model.allocate(num_blocks, block_size)
         self._budget = token_budget  # of one forward: a long prompt is caught up with in several steps
         self._done: dict[str, tuple[int, int]] = {}  # id -> (its preemptions then, leading tokens whose KV is here)
-        self._busy = False
-        self._under_way = Drafting()
+        self.busy, self.under_way = False, Drafting()
 
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in asked]
         most = [min(ask.most, self.model.max_model_len - len(ask.sequence.tokens)) for ask in asked]
         going = [index for index in range(len(asked)) if most[index] > 0]
-        self._busy = False
+        self.busy = False
         while going:
             going = [index for index in self._round(asked, drafts, going) if len(drafts[index]) < most[index]]
-        self._under_way = Drafting(self._under_way.number + 1)  # the target's forward follows
+        self.under_way = Drafting(self.under_way.number + 1)  # the target's forward follows
         return drafts
 
     def verified(self, sequence: Sequence) -> None:
@@ -268,14 +257,6 @@ class ModelDrafter:
 
     def forget(self, sequence_id: str) -> None:
         self._done.pop(sequence_id, None)
-
-    @property
-    def busy(self) -> bool:
-        return self._busy
-
-    @property
-    def under_way(self) -> Drafting:
-        return self._under_way
 
     def _round(self, asked: Seq[Ask], drafts: list[list[int]], going: list[int]) -> list[int]:
         """One forward over the tokens that each sequence lacks up to its last draft. Sequences that catch up get a
@@ -291,12 +272,12 @@ class ModelDrafter:
             if count == 0:
                 continue
             # After a step with drafts it lacks at most two tokens; more means a prompt, or steps without drafts.
-            self._busy |= count > 2
+            self.busy |= count > 2
             batch.add(missing[:count], done, table, [count - 1] if count == len(missing) else [])
             self._done[sequence.id] = sequence.preemptions, done + count
             if count == len(missing):
                 ready.append(index)
-        self._under_way = Drafting(self._under_way.number + 1, len(batch.token_ids))
+        self.under_way = Drafting(self.under_way.number + 1, len(batch.token_ids))
         logits = self.model.forward(self.pages, batch)
         sequences = [asked[index].sequence for index in ready]
         places = [len(sequence.tokens) + len(drafts[index]) for sequence, index in zip(sequences, ready, strict=True)]

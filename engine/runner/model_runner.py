@@ -224,34 +224,28 @@ class ModelRunner:
 
     def use_paged_attention(self) -> None:
         """Switches to the paged path; the state in which the model serves."""
-        self._without_adapters()
-        implementation.switch(self.module, paged.NAME)
-        modules.switch(self.module, True)
-        weight_quantization.switch(self.module, on=True)
-        if self.mixers is not None:
-            self.mixers.switch(True)
-        if self.indexers is not None:
-            self.indexers.switch(True)
-        if self.lora is not None:
-            self.lora.switch(True)
+        self._switch(paged.NAME, True)
 
     def use_eager_attention(self, name: str = "eager") -> None:
         """Switches to transformers' unmodified forward, the reference of the self-check.
 
         `name` may be that of `engine.attention.stored_kv`, which uses the K and V of the pages.
         """
-        self._without_adapters()
-        implementation.switch(self.module, name)
-        modules.switch(self.module, False)
-        weight_quantization.switch(self.module, on=False)
-        if self.mixers is not None:
-            self.mixers.switch(False)
-        if self.indexers is not None:
-            self.indexers.switch(False)
+        self._switch(name, False)
 
-    def _without_adapters(self) -> None:
-        if self.lora is not None:
+    def _switch(self, attention: str, on: bool) -> None:
+        """`on`: with Tandem's own modules."""
+        if self.lora is not None:  # while the modules change
             self.lora.switch(False)
+        implementation.switch(self.module, attention)
+        modules.switch(self.module, on)
+        weight_quantization.switch(self.module, on=on)
+        if self.mixers is not None:
+            self.mixers.switch(on)
+        if self.indexers is not None:
+            self.indexers.switch(on)
+        if self.lora is not None:
+            self.lora.switch(on)
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
