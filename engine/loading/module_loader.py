@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from tandem.errors import CheckpointRefused
 
 # What transformers raises for a config that it does not take; the last one has its reason as the cause.
 BAD_CONFIG = (ValueError, KeyError, TypeError, AttributeError, OSError, ArithmeticError, StrictDataclassError)
-
-log = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

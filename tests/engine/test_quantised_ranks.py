@@ -280,10 +280,10 @@ def test_groups_that_ranks_would_break_are_refused(tmp_path: Path) -> None:
 def test_rounding_takes_no_more_memory_than_loading(tmp_path: Path) -> None:
     """A rank that rounds its part has, at its peak, that part and what does not grow with the model; afterwards its
     codes."""
-    make_checkpoint(tmp_path, "tiny-qwen3", dtype="float32", **LARGE)
+    make_checkpoint(tmp_path, "tiny-qwen3", dtype="float32", **LARGE, num_hidden_layers=TWO)
     with engine_of(tmp_path, 2, copies=nullcontext, weights="int8") as (engine, _):
         assert engine.model.ranks is not None
         (other,) = engine.model.ranks.memory
         assert other.peak - other.before <= allowed(tmp_path)
         assert other.after - other.before <= engine.model.weight_bytes / 2 + CONSTANT
-        assert engine.model.weight_bytes < 0.4 * (tmp_path / "model.safetensors").stat().st_size
+        assert engine.model.weight_bytes < 0.5 * (tmp_path / "model.safetensors").stat().st_size
