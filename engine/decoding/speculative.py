@@ -1,7 +1,7 @@
 """Speculative decoding: drafts the next tokens, and decides whether drafting pays.
 
     wanted() ─▶ scheduler.lend() ─▶ propose() ─▶ one packed step over [last token, draft 1, draft 2, ...]
-        ▲                                                 │ the target's own token at each place, with the place's own
+        ▲                                                 │ the target's own token at each position, by that position's
         │                                                 ▼ random number; a draft counts while it equals that token
         └──────────── verified(), took() ◀──── accepted drafts and one more token
 
@@ -41,10 +41,10 @@ from engine.core.sequence import Sequence
 from engine.decoding.sampler import sample
 from engine.runner.model_runner import ModelRunner
 
-FIRST_CHANCE = 0.5  # of a request that has shown nothing yet
+FIRST_CHANCE = 0.5  # of a request without verified drafts
 WEIGHT = 0.2  # of one verified draft in its request's moving average
-LOWEST, HIGHEST = 0.01, 0.98  # bounds of the average: it is never sure
-REMEMBERED = 15  # steps of each kind that a price is made from
+LOWEST, HIGHEST = 0.01, 0.98  # bounds of the average: `worth` divides by its logarithm
+REMEMBERED = 15  # measured steps of each kind from which a price is computed
 STALL = 3.0  # a step that took more than this many times the sum of its parts was delayed by another process
 KNOWN = 3  # plain steps before the first drafts
 EVERY = 32  # one step in this many is plain, and one drafts against the odds, to keep prices and chances current
@@ -52,12 +52,12 @@ EVERY = 32  # one step in this many is plain, and one drafts against the odds, t
 
 class Ask(NamedTuple):
     sequence: Sequence
-    most: int  # drafts wanted, at most; 0 is fine
-    table: list[int]  # blocks with places for all its tokens and these drafts
+    most: int  # upper limit of drafts; may be 0
+    table: list[int]  # blocks with slots for all its tokens and these drafts
 
 
 class Drafting(NamedTuple):
-    """The forward of a drafter that runs, or ran last."""
+    """The drafter's running forward, or its last one."""
 
     number: int = 0
     tokens: int = 0  # 0: none runs
@@ -70,10 +70,10 @@ class Drafter(Protocol):
     """For a watchdog, on any thread."""
 
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
-        """Drafts for each chunk, at most as many as requested."""
+        """Drafts for each sequence, at most `most` of them."""
 
     def verified(self, sequence: Sequence) -> None:
-        """The drafts of a sequence have been verified; `tokens` are its tokens now."""
+        """Called when the drafts of a sequence have been verified; `tokens` are its tokens now."""
 
     def forget(self, sequence_id: str) -> None: ...
 
@@ -123,8 +123,8 @@ class Speculation:
         return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
     def drafts(self, plan: list[Chunk], scheduler: Scheduler) -> list[list[int]]:
-        """Guesses about the tokens that follow each chunk; mostly none. None under a grammar, whose mask for a place
-        needs the token before it."""
+        """Drafts of the tokens that follow each chunk; often none. None under a grammar, whose mask for a position
+        depends on the token before it."""
         wanted = zip(plan, self.wanted(plan), strict=True)
         lent = scheduler.lend(plan, [0 if chunk.sequence.sampling.grammar else most for chunk, most in wanted])
         if not any(lent):
@@ -162,7 +162,7 @@ class Speculation:
 
 
 def worth(chance: float, fixed: float, each: float, most: int) -> int:
-    """How many drafts bring the most over their price, at most `most`; 0 if none do. Ones that cost nothing do."""
+    """The number of drafts, at most `most`, that gains most over its price; 0 if none does. Free drafts always gain."""
     count = most if each <= 0.0 else max(0, min(most, int(math.log(each) / math.log(chance))))  # chance ** j >= each
     brings = sum(chance**place for place in range(1, count + 1))
     return count if brings >= fixed + count * each else 0
@@ -179,8 +179,8 @@ def fit(steps: Iterable[tuple[int, int, float]]) -> tuple[float, float]:
         fixed, each = (st * dd - dt * sd) / determinant, (dt * ss - st * sd) / determinant
         if fixed >= 0.0 and each >= 0.0:
             return fixed, each
-    # With a constant number of drafts per stream the two cannot be told apart, and noise can make one of them negative:
-    # fits only one, whichever explains more.
+    # With a constant number of drafts per stream the two cannot be separated, and noise can make one of them negative.
+    # Then only one is fitted, the one that explains more.
     return (max(0.0, st / ss), 0.0) if st * st / ss >= dt * dt / dd else (0.0, max(0.0, dt / dd))
 
 
@@ -226,7 +226,7 @@ class Ngram:
 
 
 class ModelDrafter:
-    """A smaller model with the same vocabulary and separate pages.
+    """A smaller model with the same vocabulary and its own pages.
 
     Block b of its pages belongs to the owner of the target's block b, so one table serves both and its blocks need no
     accounting. `_done` counts how many tokens of a sequence this model has computed; it computes all of them itself,
@@ -251,7 +251,8 @@ class ModelDrafter:
         return drafts
 
     def verified(self, sequence: Sequence) -> None:
-        """Forgets the KV of drafts that were wrong: all tokens but the last are what they were for it."""
+        """Forgets the KV of rejected drafts. What this model has computed is right for at most all tokens but the
+        last one."""
         preemptions, done = self._done.get(sequence.id, (0, 0))
         self._done[sequence.id] = preemptions, min(done, len(sequence.tokens) - 1)
 
@@ -259,8 +260,8 @@ class ModelDrafter:
         self._done.pop(sequence_id, None)
 
     def _round(self, asked: Seq[Ask], drafts: list[list[int]], going: list[int]) -> list[int]:
-        """One forward over the tokens that each sequence lacks up to its last draft. Sequences that catch up get a
-        draft."""
+        """One forward over the tokens of each sequence that this model has not computed, drafts included. A sequence
+        without any left gets a draft."""
         batch = Batch()
         ready: list[int] = []
         for index in going:
@@ -284,15 +285,15 @@ class ModelDrafter:
         for index, token in zip(
             ready, sample(logits, [sequence.sampling for sequence in sequences], places), strict=True
         ):
-            drafts[index].append(max(0, token))  # without finite logits any guess will do: the target decides
+            drafts[index].append(max(0, token))  # -1 (logits not finite): any draft will do, the target decides
         return ready
 
     def _progress(self, sequence: Sequence) -> int:
-        """Leading tokens whose KV is in its present blocks; a preemption took the earlier ones."""
+        """Leading tokens whose KV is in the sequence's present blocks; a preemption has freed earlier ones."""
         preemptions, done = self._done.get(sequence.id, (0, 0))
         return done if preemptions == sequence.preemptions else 0
 
 
 def agrees(draft: int, token: int) -> bool:
-    """Whether a draft is the token that the target chose at its place."""
+    """Whether a draft is the token that the target chose at its position."""
     return draft == token

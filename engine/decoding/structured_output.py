@@ -35,12 +35,12 @@ from tandem.sampling import GrammarSpec, ReasoningTokens
 log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
 
-TOKEN_CPU_S = 1.0  # for one mask; typical are 0.2 ms
-REPLAY_CPU_S = 0.005  # for each token that is matched again, on top
-MAX_WHITESPACE = 4  # between two parts of JSON; a small model may never end otherwise
+TOKEN_CPU_S = 1.0  # limit for one mask; a typical one takes 0.2 ms
+REPLAY_CPU_S = 0.005  # added for each token that is matched again
+MAX_WHITESPACE = 4  # between two parts of JSON; without a limit a small model may write white space forever
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-_WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
+_WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # the prefix of xgrammar's messages
 
 
 class Vocabulary:
@@ -48,7 +48,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, texts: list[bytes], vocab_size: int, end: int) -> Vocabulary:
-        """Of tokens whose bytes are known. Places without one are never allowed."""
+        """The vocabulary of tokens with these bytes. A token with empty bytes is never allowed."""
         return cls(xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[end]))
 
     def __init__(self, plain: xgrammar.TokenizerInfo) -> None:
@@ -114,7 +114,7 @@ def compile_spec(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
 
 def _calls(separator: str | None, calls: list[tuple[str, str, str]], style: str = "json") -> str:
     """The grammar as xgrammar's structural tag. Each schema stays separate, so that `$ref` keeps its meaning."""
-    # Beside a value without quotes, white space cannot be told from the value's own: the reader tries it without.
+    # Next to an unquoted value, white space cannot be told from white space in the value; the reader tries both.
     spaces = MAX_WHITESPACE if style == "json" else 1
     how = {"type": "json_schema", "style": style, "max_whitespace_cnt": spaces}
     tags = [
@@ -138,8 +138,8 @@ def refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
 
 
 class Matcher:
-    """How far a sequence's generated tokens have been matched; derived from them alone. Within reasoning before the
-    text every token may come, special ones included, but no stop token."""
+    """How far a sequence's generated tokens have been matched; derived from them alone. In the reasoning before the
+    text every token is allowed, special ones included, except stop tokens."""
 
     __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "matched")
 
@@ -148,7 +148,7 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
         self._reasoning = reasoning
         self._free = reasoning is not None and reasoning.open is None  # the next token is part of the reasoning
-        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as end it
+        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as its end marker has
         self.matched = 0  # leading tokens of the sequence, its prompt included
 
     def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
@@ -167,7 +167,7 @@ class Matcher:
             _set_bit(bits, row, self._reasoning.open, True)
 
     def _accept(self, token: int, place: int) -> None:
-        """The token at this place of the completion."""
+        """Matches the token at this place of the completion."""
         reasoning = self._reasoning
         if reasoning is not None and place == 0 and token == reasoning.open:
             self._free = True
@@ -185,7 +185,7 @@ def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
-    """Of a sequence with a grammar; made once, since it has a state."""
+    """The matcher of a sequence with a grammar; created once, because it has state."""
     if sequence.matcher is None:
         sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
     matcher: Matcher = sequence.matcher
@@ -196,24 +196,24 @@ class Filling:
     """The masks of one step. Made by Masks.begin; the sequences must not change until `wait` has returned."""
 
     def __init__(self, masks: Masks, rows: dict[int, Sequence], count: int, vocab_size: int) -> None:
-        # A row for each sequence. Nothing is allowed where nothing was filled in.
+        # One row for each sequence. A row that has not been filled allows no token.
         self.bits = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32)
         self.rows = list(rows)  # those that have a grammar
         self.failed: dict[int, TandemError] = {}
         self._masks = masks
         self._sequences = list(rows.values())
         self._ended = threading.Event()
-        self._turn = threading.Lock()  # held to begin a row, and to take the rest from a thread: no row has two
+        self._turn = threading.Lock()  # held to begin a row, and to move the rest to a new thread
         self._at = (0, 0.0, TOKEN_CPU_S)  # the row, its thread's CPU time as it began, and how much more it may take
         self._start(0)
 
     def wait(self) -> Filling:
-        """Until every row is filled or failed."""
+        """Waits until every row is filled or has failed."""
         self._masks.waits += 1
         try:
             while not self._ended.wait(POLL_S):
                 self._skip_a_slow_row()
-        finally:  # or every later step would have a waiting step's time before it counts as hung
+        finally:  # otherwise every later step would have the watchdog's time limit of a waiting step
             self._masks.waits += 1
         return self
 
@@ -260,7 +260,7 @@ class Filling:
 
 
 class Masks:
-    """The thread that fills them."""
+    """Fills the masks of each step, on a thread of its own."""
 
     waits = 0
     """Odd while a step waits for its masks; a watchdog reads it on another thread."""
@@ -289,7 +289,7 @@ class Masks:
 
 
 def apply(logits: torch.Tensor, filling: Filling) -> None:
-    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32."""
+    """Makes tokens that the grammars do not allow impossible, in place: [sequences, vocab] float32."""
     if logits.device.type == "cpu":
         xgrammar.apply_token_bitmask_inplace(logits, filling.bits, vocab_size=logits.shape[-1], indices=filling.rows)
     else:

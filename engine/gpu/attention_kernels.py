@@ -10,7 +10,7 @@ import triton.language as tl
 
 from engine.gpu.product_kernels import e4m3, product
 
-FULL, WINDOW, CHUNK = 0, 1, 2  # reaches: how REACH is given, with `span` tokens
+FULL, WINDOW, CHUNK = 0, 1, 2  # values of REACH; `span` is the size in tokens of a window or chunk
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def with_sinks(top, total, values, sinks, head, here):
 
 @triton.jit
 def row_sums(weights, like, KEYS: tl.constexpr, EXACT: tl.constexpr):
-    """Of `weights [rows, keys]`. A product, because the order of tl.sum follows from the tile's shape; all of its
-    columns are the same."""
+    """The sums of `weights [rows, keys]` over keys. They are computed by a product, because the order of tl.sum depends
+    on the tile's shape; all columns of the product are equal."""
     return tl.max(product(weights.to(like.dtype), tl.full([KEYS, 16], 1.0, tl.float32), EXACT), 1)
 
 
@@ -69,7 +69,7 @@ def bent(x, softcap):
     return tl.where(x < 0, -tanh, tanh) * softcap
 
 
-@triton.jit(do_not_specialize=["table_row", "t_part"])  # which differ from step to step
+@triton.jit(do_not_specialize=["table_row", "t_part"])  # they differ from step to step
 def attend(
     query,
     k_pages,
@@ -211,7 +211,7 @@ def merge(
     REACH: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """The parts of one row in their order, into `out [total, heads, d]`."""
+    """Merges the parts of one row in their order into `out [total, heads, d]`."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tile_sequence + tile)
     context = tl.load(contexts + sequence)

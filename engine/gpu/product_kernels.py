@@ -1,7 +1,7 @@
 """The Triton kernels of engine/gpu/products.py, which has the order of their sums. Not yet run on a GPU.
 
-Triton compiles a kernel again for a number that is 1 or a multiple of 16 unless told not to: numbers that differ from
-step to step are not specialised, so that no request waits for a compiler.
+By default Triton compiles another kernel for an argument that is 1 or a multiple of 16. Arguments that differ from step
+to step are not specialised, so that no request waits for a compiler.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def e4m3(codes):
 
 @triton.jit
 def store_part(out, y, first_row, first_col, row, col, begin, end, here):
-    """The columns of the tile y from `begin` to `end`, into `out [rows, end - begin]`. Offsets within a tile are of 32
-    bits: of 64 they take the registers of a tile of 128 x 128."""
+    """Stores columns `begin` to `end` of the tile y into `out [rows, end - begin]`. Offsets within a tile have 32 bits:
+    with 64 bits they would take the registers that a tile of 128 x 128 needs."""
     low, high, width = (begin - first_col).to(tl.int32), (end - first_col).to(tl.int32), end - begin
     inside = here & ((col >= low) & (col < high))[None, :]
     tl.store(out + (first_row * width - low) + (row[:, None] * width + col[None, :]), y, mask=inside)
@@ -45,7 +45,7 @@ def linear(
     bias,
     beside,
     out,
-    second,  # the outputs of the second and the third of several weights that lie one after the other
+    second,  # the outputs of the second and third of several weights that are adjacent in memory
     third,
     rows,
     columns,
@@ -53,7 +53,7 @@ def linear(
     ends_second,
     depth,
     group,
-    x_row,  # strides from here on; the elements of a row of x lie side by side
+    x_row,  # strides from here on; the elements of a row of x are contiguous
     w_col,
     w_depth,
     s_col,
@@ -74,7 +74,7 @@ def linear(
 ):
     tile = tl.program_id(0)
     high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLS)
-    band = tile // (BAND * wide)  # tiles one below the other run at the same time: they read the same weights
+    band = tile // (BAND * wide)  # programs of one column of tiles run at the same time: they read the same weights
     tall = tl.minimum(high - band * BAND, BAND)
     tile_row, tile_col = band * BAND + tile % (BAND * wide) % tall, tile % (BAND * wide) // tall
     first_row, first_col = tile_row.to(tl.int64) * ROWS, tile_col.to(tl.int64) * COLS

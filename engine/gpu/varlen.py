@@ -26,11 +26,11 @@ LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 
 @dataclass(frozen=True)
 class Varlen:
-    """One implementation behind `varlen_attn`."""
+    """One implementation of `varlen_attn`."""
 
     name: str
-    block_multiple: int  # of tokens: a block's size must be one
-    wants_cu_seq_k: bool  # besides `seqused_k`, which decides
+    block_multiple: int  # a block's size in tokens must be a multiple of this
+    wants_cu_seq_k: bool  # in addition to `seqused_k`, which determines the lengths
 
     def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
         return refusal(self, facts, dtype, block_size)

@@ -21,8 +21,8 @@ from engine.kernels import DTYPES, fresh_memory, panels_of
 from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
-PIECE = 3072  # rows of a weight that are packed at a time: a multiple of every level's panel
-ROWS_TRIED = 13  # whole tiles and a rest
+PIECE = 3072  # rows of a weight that are packed at a time: a multiple of the panel of each instruction level
+ROWS_TRIED = 13  # whole tiles and a remainder
 PRODUCT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
 _PACKED = "_tandem_packed"  # the weight in panels, for torch.ops.tandem.linear
 NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
@@ -44,7 +44,7 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
 
 
 def find_norms(model: nn.Module) -> None:
-    """Has the compiled operator replace each RMS norm below `model`."""
+    """Marks each RMS norm below `model` for replacement by the compiled operator; `switch` replaces them."""
     for module in model.modules():
         if (norm := rms_norm_of(module)) is not None:
             module.__dict__.update({NORM: norm, REPLACEMENT: RmsNorm})
@@ -53,7 +53,7 @@ def find_norms(model: nn.Module) -> None:
 def switch(model: nn.Module, on: bool) -> None:
     """Switches the modules below `model` that have a replacement to its forward, or back."""
     for module in model.modules():
-        kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
+        kind: Any = type(module)  # mypy considers nn.Module's classes unhashable
         if not on and issubclass(kind, Compiled):
             module.__class__ = kind.__bases__[1]
         elif on and REPLACEMENT in module.__dict__ and not issubclass(kind, Compiled):
@@ -65,8 +65,8 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
 
     With a cache this memory is a mapped file, and the model's own weights move there too, unless they are in a file
     already; they keep their values. Without one they stay in place for other readers: an embedding that is tied to the
-    head, an attention that reads its projections' weights, the self-check's comparison. Returns a line that says where
-    the panels are.
+    head, an attention that reads its projections' weights, the comparison of the self-check. Returns a line that says
+    where the panels are.
     """
     layers = [(layer, weight) for layer in model.modules() if (weight := weight_of(layer)) is not None]
     weights = {_key(weight): weight for _, weight in layers}  # tied weights are packed once
@@ -95,7 +95,8 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
 
 def pack_each(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Packs weight by weight into one stretch of this process's memory, so that small ones share large memory pages.
-    Yields the layers that have each, as soon as they have its panels, and holds no weight then: it may be dropped."""
+    Yields the layers of each weight as soon as they have its panels. It holds no weight then, so the caller may drop
+    it."""
     layers: dict[Any, list[nn.Module]] = {}  # tied weights are packed once
     for layer in model.modules():
         if (weight := weight_of(layer)) is not None:
@@ -127,7 +128,7 @@ def _key(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _packed_bytes(weight: torch.Tensor) -> int:
-    """Of its panels, which fill up rows and columns, each for itself."""
+    """The size of a weight's panels, which pad rows and columns independently."""
     size = torch.ops.tandem.pack.default
     rows, columns, corner = (size(part).numel() for part in (weight[:, :1], weight[:1], weight[:1, :1]))
     nbytes: int = rows * columns // corner * weight.element_size()
@@ -141,7 +142,7 @@ def _in_memory(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
-    """Of what `pack` keeps: 32 hex digits that differ with any bit of a weight, and with the operators."""
+    """The cache key of what `pack` keeps: 32 hex digits that change with any bit of a weight and with the operators."""
     digest = xxhash.xxh3_128(panels_of().encode())
     for kind, tensors in (("panels of", weights), ("as it is", own)):
         for tensor in tensors:
@@ -183,7 +184,7 @@ def mapped_bytes(model: nn.Module) -> int:
 
 
 def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
-    """Rows, columns and type of the weights that have panels below `model`; a tied one as often as it is used."""
+    """Rows, columns and type of the weights that have panels below `model`; a tied one once per use."""
     for layer in model.modules():
         if (packed := layer.__dict__.get(_PACKED)) is not None:
             panels, n, k = packed
@@ -199,7 +200,7 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
 
 
 def oriented(layer: Any) -> torch.Tensor:
-    """The weight of a product as [out, in], which a Conv1D has the other way."""
+    """The weight of a product as [out, in]; a Conv1D stores it as [in, out]."""
     weight: torch.Tensor = layer.weight.detach()
     return weight.T if isinstance(layer, Conv1D) else weight
 
@@ -286,9 +287,9 @@ def rms_norm_of(
     """The (eps, offset, round_first) with which `rms_norm` equals the module; None if there are none. The default is
     `tandem::rms_norm`.
 
-    A candidate has one vector of weights, nothing else, its eps among its attributes, and a forward of one argument: a
-    gate as the second would be dropped. The numbers have a mean, so
-    that a layer norm differs, and one scale at which eps matters.
+    A candidate has one vector of weights and nothing else, its eps among its attributes, and a forward of one argument:
+    a gate as a second argument would be dropped. The test input has a mean other than 0, so that a layer norm differs,
+    and rows so small that eps matters.
     """
     parameters = list(module._parameters.values())
     if len(parameters) != 1 or module._modules or module._buffers or module._forward_hooks:
@@ -319,7 +320,7 @@ def rms_norm_of(
 
 
 def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Up to the order of a float32 sum: in 16 bits that turns the rounding of a few elements in a thousand."""
+    """Equal up to the order of a float32 sum, which in 16 bits changes the rounding of a few elements per thousand."""
     if ours.dtype == torch.float32:
         return torch.allclose(ours, theirs, rtol=2e-6, atol=0)
     return (ours != theirs).float().mean().item() < 5e-3 and torch.allclose(ours, theirs, rtol=2**-7, atol=0)

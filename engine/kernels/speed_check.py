@@ -1,7 +1,7 @@
 """Compares, at load, the time of the compiled products with torch's, for the shapes of the model's weights.
 
 Both run on one thread, alternately, by that thread's CPU time, so that other processes on the core do not count; the
-minimum of some rounds is taken. Few rows are multiplied with several copies of a weight, because in a step each weight
+minimum over a few rounds counts. Few rows are multiplied with several copies of a weight, because in a step each weight
 is read from memory. Of a weight of more than MOST_ELEMENTS only a part is timed; one of fewer than LEAST_ELEMENTS is
 not timed, because there the call takes longer than the product. The operands are temporary, so the result depends only
 on shapes, library and machine: it is stored next to the packed weights, and the next start reads it.
@@ -36,8 +36,8 @@ FEW = 8  # rows up to which a step waits for weights from memory
 SLOW = 1.25  # times torch's seconds: over it a product is reported
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 20  # of a weight that is timed
 COLUMNS = 384  # or a multiple, of a larger product: whole panels of ours, whole vectors of torch's
-COLD_BYTES, COPIES = 16 << 20, 16  # of all copies of a weight together; copies at most
-KINDS = 8  # of weights that are timed: those with most elements in the model
+COLD_BYTES, COPIES = 16 << 20, 16  # bytes of all copies of a weight together; maximum number of copies
+KINDS = 8  # maximum number of kinds that are timed: those with most elements in the model
 ROUNDS, LEAST_ROUNDS = 4, 2
 BUDGET_S = 0.8  # after which a case has only LEAST_ROUNDS
 

@@ -1,7 +1,7 @@
 """Weights as the operators read them, in files that all workers of a host map: one copy in memory, made once.
 
     key = what is kept: the operators' library, and the type, shape and digest of each weight
-    file: header (key, length, digest of the body) | up to 2 MiB empty | body
+    file: header (key, length, digest of the body) | padding to 2 MiB | body
 
 The key describes the content and not its origin, so an edited checkpoint, another dtype or another machine has another
 file. A file is used only if it belongs to this user, no other user may write to it, and its length, its header and the
@@ -9,8 +9,8 @@ digest of its whole body are right; otherwise it is created again. A process tha
 in its own memory and logs that. The digests (xxh3_128) detect faults and mix-ups. They are not keyed, so they do not
 stop a checkpoint that was made to collide with another one.
 
-A mapped file is read in large memory pages where the file system stores it in such (ext4 and XFS of a new kernel): for
-that it is written in large pieces, and the body begins at a large page.
+A mapped file is read in large memory pages where the file system caches it in such pages (ext4 and XFS on recent
+kernels). For that it is written in large pieces, and the body begins at the boundary of a large page.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PIECE = 16 << 20  # written at once, bytes
 ALIGNMENT = 4096  # of each tensor in a body, bytes: a page
 # Names of files; no other file of the folder is ever touched.
 KEPT, PARTIAL, NOTE = ".tandem-weights", ".tandem-partial", ".tandem-note"
-NOTES = 64  # that are kept, those written last
+NOTES = 64  # the notes written last that are kept
 MAGIC = "tandem weights 1"
 LOCK_TIMEOUT_S = 120.0  # longest wait for another process that writes
 
 
 @dataclass(frozen=True)
 class WeightCache:
-    """A folder of such files, at most `limit` bytes; the least recently used are removed first."""
+    """A folder of such files, of at most `limit` bytes in total; the least recently used are removed first."""
 
     folder: Path
     limit: int
@@ -190,7 +190,7 @@ def _header(key: str, nbytes: int, digest: str) -> bytes:
 
 
 def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | None]:
-    """What is wrong with an open file, or its body."""
+    """(what is wrong with an open file, None), or ("", its body)."""
     stat = os.fstat(descriptor)
     if _others_may_write(stat):
         return "other users may write to it", None
@@ -199,10 +199,10 @@ def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | N
     header = os.pread(descriptor, 4096, 0).partition(b"\n")[0] + b"\n"
     mapping = mmap.mmap(descriptor, stat.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a wish: a kernel may have none
+        with suppress(OSError):  # optional: the kernel may lack it
             mapping.madvise(mmap.MADV_HUGEPAGE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it cannot be written is what is wanted
+        warnings.simplefilter("ignore", UserWarning)  # about a read-only buffer, which is intended
         body = torch.frombuffer(mapping, dtype=torch.uint8, offset=BODY)
     if header != _header(key, nbytes, xxhash.xxh3_128(body.numpy().data).hexdigest()):
         return "its header or its content is damaged", None
@@ -232,7 +232,7 @@ def _padded(parts: Iterable[torch.Tensor], sizes: Sequence[int]) -> Iterator[tor
 
 
 def _pieces(body: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """The same bytes, `PIECE` of them at a time."""
+    """The same bytes in pieces of `PIECE` bytes."""
     buffer, used = torch.empty(PIECE, dtype=torch.uint8), 0
     view = buffer.numpy().data
     for part in body:
@@ -259,7 +259,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def file_backed(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of these CPU tensors lie in a mapped file, where memory costs nothing that the file's cache has not."""
+    """Which of these CPU tensors lie in a mapped file, whose memory is that of the page cache."""
     ranges: list[tuple[int, int]] = []
     try:
         with open("/proc/self/maps") as lines:

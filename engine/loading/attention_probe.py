@@ -2,15 +2,16 @@
 
 Two forwards of three tokens, under two names in transformers' registry:
 
-- `probe_kv` has a mask function that returns a `ProbeMask` in place of a tensor; the model hands it to every attention
-  call, where it is recorded next to the shapes and keywords of the call.
+- `probe_kv` has a mask function that returns a `ProbeMask` in place of a tensor; the model passes it to every attention
+  call, where it is recorded together with the shapes and keywords of the call.
 - `isolation_kv` lets every token attend to itself alone. Then a token's logits may depend on its own id and position
   and on nothing else; if permuting the packed tokens changes them, the layers carry state that is not in pages
   (recurrent, linear, convolutional), or something is computed from the whole packed batch (dynamic rope).
 
-Sparse indexers (engine.loading.index_probe) are found before, and stand still in both: nothing is chosen for anyone.
-Before the second one engine.loading.state_probe finds what else the model keeps, however little it weighs in the
-logits: it is served, or refused by its structure. Served recurrent layers then see each token as a sequence of its own.
+Sparse indexers (engine.loading.index_probe) are found first; in both forwards a stand-in replaces them, and no choice
+has an effect. Before the second forward engine.loading.state_probe finds other state that the model keeps, however
+little it changes the logits: it is served, or refused by its structure. In the second forward, recurrent layers that
+are served see each token as a sequence of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tandem.errors import CheckpointRefused
 
 PROBE, ISOLATION = "probe_kv", "isolation_kv"
 
-# Keywords without a meaning that pages must know: no dropout in eval, no cache, nothing that we switch on.
+# Keywords without effect on paged attention: no dropout in eval, no cache, outputs that Tandem does not request.
 HARMLESS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 )
@@ -50,7 +51,8 @@ class ProbeMask:
     reach: Reach | None
 
     def __getitem__(self, key: Any) -> IndexMask:
-        """Without the heads, as models hand it to sparse indexers; other parts of a mask are not known."""
+        """The mask without the dimension of heads, as models pass it to sparse indexers. Raises TypeError for any other
+        part."""
         every = slice(None)
         if key not in ((every, 0), (every, 0, every, every)):
             raise TypeError(f"the mask is indexed with {key}")
@@ -59,19 +61,18 @@ class ProbeMask:
 
 @dataclass(frozen=True)
 class IndexMask:
-    """What a sparse indexer gets of a `ProbeMask`."""
+    """The part of a `ProbeMask` that a sparse indexer gets."""
 
     reach: Reach | None
 
 
 def _probe_mask(*, mask_function: Any, device: torch.device, local_size: int | None = None, **_sizes: Any) -> ProbeMask:
-    """Called by transformers' mask builders; the rest of their arguments is about sizes and dtypes."""
+    """Called by transformers' mask builders; their other arguments are sizes and dtypes."""
     return ProbeMask(name_reach(mask_function, local_size, device))
 
 
-_recorded_calls: list[
-    CallFacts
-] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
+# The calls of the running probe forward; only one thread of a process loads at a time.
+_recorded_calls: list[CallFacts] = []
 
 
 def _probe_attention(
@@ -143,7 +144,7 @@ def _own_value(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 def _reach(mask: Any, sliding_window: int | None, where: str) -> Reach:
     """The reach of the mask, checked against the `sliding_window` keyword if there is one."""
-    if mask is None:  # the model builds no mask here: then eager attention has none either, and only the keyword speaks
+    if mask is None:  # the model builds no mask, so eager attention has none either: only the keyword counts
         return SlidingWindowSpec(sliding_window) if sliding_window is not None else FullAttentionSpec()
     if not isinstance(mask, ProbeMask):
         raise CheckpointRefused(f"{where} gets a mask that the model built or edited itself ({type(mask).__name__})")
@@ -161,7 +162,7 @@ AttentionInterface.register(ISOLATION, _isolation_attention)
 
 class Learnt(NamedTuple):
     """One `CallFacts` for each attention call of a forward, in order, and the recurrent layers and sparse indexers, if
-    there are some."""
+    there are any."""
 
     calls: tuple[CallFacts, ...]
     mixers: Mixers | None
@@ -169,10 +170,10 @@ class Learnt(NamedTuple):
 
 
 def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
-    """What pages and slots must hold for this model; `compiled`: which may be served by Tandem's operators.
+    """What pages and slots must hold for this model. `compiled`: Tandem's operators may serve it.
 
-    Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
-    model that pages cannot serve.
+    Leaves the model switched to the isolation probe; the caller selects its attention. Raises CheckpointRefused with
+    the reason for a model that pages cannot serve.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
@@ -190,7 +191,7 @@ def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
         ) from error
     facts = tuple(_recorded_calls)
     switch(model, ISOLATION)
-    # Of a model with indexers, those have looked for other states.
+    # In a model with indexers, `index_probe.find` has already looked for other states.
     mixers = state_probe.learn(model, compiled) if indexers is None else None
     _check_calls(model, facts, mixers)
     _check_isolation(model, ids, mixers, indexers)
@@ -231,7 +232,7 @@ def _check_isolation(
 ) -> None:
     """Permutes packed tokens and their positions together; under self-only attention, and with recurrent layers that
     see each token as a sequence, the logits must follow."""
-    order = torch.tensor([2, 1, 0], device=ids.device)  # not a rotation: a neighbour on either side changes
+    order = torch.tensor([2, 1, 0], device=ids.device)  # not a rotation, so that the neighbours on both sides change
     positions = torch.tensor([[0, 1, 2]], device=ids.device)
     more = {} if indexers is None else {"attention_mask": given_mask(ids.device)}
     apart = index_probe.standing_in(indexers, _nothing_chosen)

@@ -1,4 +1,4 @@
-"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by the descriptions of these formats.
+"""Reads products packed by GPTQ, AWQ, block-wise FP8 or torchao, by the descriptions of these formats.
 
     weight[n, k] = scale[n, group of k] * (integer[n, k] - zero[n, group of k])       in float32, rounded once
 
@@ -9,9 +9,9 @@ fp8         e4m3, and a scale for each block of `weight_block_size`; the last bl
 torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; a file's metadata has each
             weight's class and block. The config has only the recipe.
 
-The descriptions are the packers: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's utils/model.py
-(convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, transformers' integrations/
-finegrained_fp8.py, which takes a cut-off block for a smaller one, and torchao's quantization/quant_primitives.py
+The descriptions are the packers' sources: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's
+utils/model.py (convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, transformers' integrations/
+finegrained_fp8.py, which treats a cut-off block as a smaller one, and torchao's quantization/quant_primitives.py
 (dequantize_affine) with prototype/safetensors/safetensors_support.py. Their kernels for 16 bits round scale * integer
 to float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
 
@@ -40,7 +40,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
 FLOATS = ("F16", "BF16", "F32")
 TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
-# torchao's description of a weight: its block is used, the other keys tell how it was made and name kernels.
+# torchao's description of a weight: only its block is used; the other keys say how it was made and name kernels.
 _KNOWN_DATA = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
 
 
@@ -125,7 +125,7 @@ class Product:
         return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
 
     def _half_bytes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Integers of 4 bits `[n, k]` and their zeros `[n, groups]`, both from 0; None if it has none."""
+        """Unsigned integers of 4 bits `[n, k]` and their zeros `[n, groups]`; None if the weight has no such form."""
         integers = self.integers()
         if self.zeros is None or integers.max() - integers.min().clamp(max=0) > 15:
             return None
@@ -136,12 +136,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint's tensors as in a plain one: by name, an object that returns the values when indexed."""
+    """A checkpoint's tensors as if it were not quantised: by name, an object that returns the values when indexed."""
 
     method: str
     tensors: dict[str, Any]
     products: dict[str, Product]  # by module
-    files: list[Any]  # open as long as the tensors are read
+    files: list[Any]  # kept open while the tensors are read
 
 
 # ---- reading the files
@@ -276,7 +276,7 @@ def _described(slices: dict[str, Any], opened: list[Any]) -> tuple[dict[str, Pro
 
 
 def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, Any]) -> tuple[Product, set[str]]:
-    """One of them, and the names of its tensors."""
+    """One product of a torchao checkpoint, and the names of its tensors."""
     if kind not in TORCHAO_CLASSES or not name.endswith(".weight"):
         raise refused(
             TORCHAO, f"has {name} as {kind}; served are weights of layers as {', '.join(sorted(TORCHAO_CLASSES))}"
@@ -314,7 +314,7 @@ def _plain(tensor: Any, outputs: slice, inputs: slice) -> torch.Tensor:
 
 
 def _for_rows(tensor: Any, high: int, n: int) -> torch.Tensor:
-    """What blocks of `high` rows share, in float32, for each of n rows."""
+    """The values that blocks of `high` rows share, in float32, for each of n rows."""
     values: torch.Tensor = tensor[...]
     return values.float().repeat_interleave(high, 0)[:n].contiguous()
 

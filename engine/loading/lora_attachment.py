@@ -1,7 +1,7 @@
 """Adds slots for LoRA adapters to a loaded model, and verifies that it computes correctly with them.
 
-    attach(model, folders, slots) ─▶ read and compare with the base ─▶ places of the layers ─▶ room in slots
-    fitting(lora, name, folder)   ─▶ an adapter that came later: it must fit into that room
+    attach(model, folders, slots) ─▶ read and compare with the base ─▶ places of the layers ─▶ memory of the slots
+    fitting(lora, name, folder)   ─▶ an adapter that is loaded later: it must fit into a slot
     check(model) ─▶ the compiled operator against the plain one, the self-check with random adapters in the slots
 
 A probe finds the linear layers that can have an adapter: those that process one row for each packed token.
@@ -27,15 +27,15 @@ from engine.runner.lora import NARROW, WIDE, Adapter, Lora, LowRank, Place, comp
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import CheckpointRefused
 
-ROWS_TRIED = (3, 1, 9)  # of two slots and without one
-PROBED = [(9, 3), (0, 5)]  # (done, new): no part of this batch is as long as all its new tokens
-HEADER_BYTES = 2**20  # of a weights file, beyond its matrices in float32
+ROWS_TRIED = (3, 1, 9)  # rows in the first slot, in the last one, and without an adapter
+PROBED = [(9, 3), (0, 5)]  # (done, new) tokens; no part of this batch has as many rows as all new tokens together
+HEADER_BYTES = 2**20  # allowed for a weights file beyond its matrices in float32
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
 
 
 def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, later_rank: int = 0) -> Lora:
-    """Adds `slots` slots for adapters to a model on its paged path. With `later_rank`, each slot has room for an
-    adapter of that rank on every layer that can have one, so that others can be loaded later; otherwise for these only.
+    """Adds `slots` slots for adapters to a model on its paged path. With `later_rank`, each slot can hold an
+    adapter of that rank on every layer that can have one, so that others can be loaded later; otherwise only these.
     Raises CheckpointRefused for a folder that is not supported, or not with this model."""
     known = [lora_loader.read(name, folder) for name, folder in folders.items()]
     places = _places(model, known, later_rank)
@@ -94,9 +94,8 @@ def check(model: ModelRunner) -> self_check.Report:
 
 def _prove(lora: Lora) -> None:
     """Compares the compiled operator with the plain one in the dtype that serves, once for each shape of layer."""
-    rows = lora.rows(
-        Batch([], [], list(ROWS_TRIED), [], [], [], adapters=[0, len(lora.slots) - 1, BASE])
-    )  # a slot that is empty adds nothing
+    # An empty slot adds nothing.
+    rows = lora.rows(Batch([], [], list(ROWS_TRIED), [], [], [], adapters=[0, len(lora.slots) - 1, BASE]))
     generator = torch.Generator().manual_seed(0)
     for place in {
         (attached.width, attached.height, attached.rank): attached for attached in lora.places.values()
@@ -105,7 +104,8 @@ def _prove(lora: Lora) -> None:
         with torch.inference_mode():
             ours = compiled(x.new_zeros(len(x), place.height), x, rows, place).float()
             theirs = plain(x.new_zeros(len(x), place.height), x, rows, place).float()
-        rounding = torch.finfo(lora.pool.dtype).eps * theirs.abs()  # one of the last place: 6 % of the mean, at 8 x it
+        # One rounding. In bfloat16, that of an element of 8 times the mean is 6 % of the mean, more than GAP.
+        rounding = torch.finfo(lora.pool.dtype).eps * theirs.abs()
         allowed = GAP[lora.pool.dtype] * theirs.square().mean().sqrt() + rounding
         if not bool(((ours - theirs).abs() <= allowed).all()):  # also for NaN
             raise CheckpointRefused(
@@ -120,8 +120,8 @@ def _lora(model: ModelRunner) -> Lora:
 
 
 def _places(model: ModelRunner, known: Sequence[Adapter], later_rank: int) -> dict[str, Place]:
-    """Of every layer that some adapter touches, in the order of the model; of all that can have one if others may come
-    later."""
+    """The places of the layers that some adapter changes, in the order of the model; with `later_rank`, of all layers
+    that can have an adapter."""
     able = _row_by_row(model)
     linear = dict(_linear_layers(model.module))
     ranks = dict.fromkeys(able, later_rank) if later_rank else {}
@@ -156,7 +156,7 @@ def _check_shape(file: Path, name: str, layer: LowRank, shape: tuple[int, int]) 
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The name and (out, in) of each linear layer; not of modules that only contain one, such as a router of
+    """The name and (out, in) of each linear layer, without modules that only contain one, such as a router of
     experts."""
     for name, layer in module.named_modules():
         kind: Any = type(layer)
@@ -190,7 +190,7 @@ def _row_by_row(model: ModelRunner) -> set[str]:
 
 
 def _random(lora: Lora, seed: int) -> Adapter:
-    """An adapter on every layer, each term about as large as the output of the layer's weight."""
+    """An adapter on every layer, whose term is about as large as the output of the layer's weight."""
     generator = torch.Generator().manual_seed(seed)
     layers = {}
     for name, place in lora.places.items():

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-An adapter is defined by its tensors; the config gives the scale, and every field of it that could mean more than
-y += scale * B A x on a linear layer is refused, known by name or not.
+An adapter is defined by its tensors. The config gives the scale; every field that could mean more than
+y += scale * B A x on a linear layer is refused, also an unknown one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "base_model.model."
 TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Fields without effect on the tensors' meaning; the tensors' names tell their layers.
+# Fields that do not change what the tensors mean; the tensors' names give their layers.
 HARMLESS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules"),
@@ -36,7 +36,7 @@ HARMLESS = frozenset(
         *("task_type", "use_rslora"),
     }
 )
-# Values that ask for nothing, where they are not simply empty. Some initialisations change the base's weights.
+# Values other than empty ones that request nothing. Some initialisations change the base's weights and are not here.
 ALLOWED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -103,7 +103,7 @@ def _refused(file: Path, field: str, value: object) -> CheckpointRefused:
 
 
 def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
-    """By (layer, "A" or "B"), and a digest of the very bytes that they were read from."""
+    """The tensors by (layer, "A" or "B"), and a digest of the bytes from which they were read."""
     check_safetensors(file)
     try:
         content = file.read_bytes()
@@ -137,7 +137,7 @@ def _layer(layer: str, tensors: dict[tuple[str, str], torch.Tensor], config: dic
 
 
 def _patterned(config: dict[str, Any], pattern: str, plain: str, layer: str, folder: Path) -> float:
-    """The value of the first key that is a regular expression for the end of the layer's name, as PEFT reads it."""
+    """The value of the first key that, as a regular expression, matches the end of the layer's name, as in PEFT."""
     for key, value in (config.get(pattern) or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", layer)

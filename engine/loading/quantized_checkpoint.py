@@ -88,7 +88,7 @@ def _refused(why: str) -> CheckpointRefused:
 def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | None:
     """The tensors of a checkpoint that transformers does not unpack here; None if it reads the files itself.
 
-    Takes the quantisation out of the config: to transformers the checkpoint is a plain one.
+    Removes the quantisation from the config, so that transformers reads the checkpoint as one that is not quantised.
     """
     if (
         getattr(config, "quantization_config", None) is None
@@ -103,7 +103,7 @@ def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | 
 def check_keys(unexpected: list[str], weights: gptq_awq_fp8.Weights | None = None) -> None:
     """Raises CheckpointRefused when the files contain scales or codes that no layer has used.
 
-    With packed weights nothing else may be left over, except biases of 0 that packers add to layers without one.
+    With packed weights, no other tensor may remain either, except biases of 0 that packers add to layers without one.
     """
     if weights is not None:
         left = [name for name in unexpected if not _is_no_bias(name, weights)]
@@ -226,7 +226,7 @@ def _codes(layer: Any, packer: Packer) -> weight_quantization.Codes | None:
 
 
 def _strip(layer: Any) -> None:
-    """Leaves a layer its weight and bias, and its class's own forward."""
+    """Removes everything from a layer but its weight, its bias and its class's own forward."""
     for name in [*layer._parameters, *layer._buffers]:
         if name not in ("weight", "bias"):
             delattr(layer, name)

@@ -1,7 +1,7 @@
 """The Triton kernels of engine/gpu/recurrent/operators.py, which has the order of their sums. Not yet run on a GPU.
 
-Nothing that differs from step to step is specialised, pointers included: inputs are parts of projections, which begin
-at another multiple of 16 bytes, or at none, in another step. Then a layer has one compiled kernel, in which each sum
+Nothing that differs from step to step is specialised, pointers included: inputs are parts of projections, whose
+alignment to 16 bytes differs between steps. So a layer has one compiled kernel, in which each sum
 has one order, and no request waits for a compiler.
 """
 

@@ -1,4 +1,4 @@
-"""The recurrences of engine/kernels (recurrences.cpp, state_space.cpp) in Triton, of the same names and signatures.
+"""The recurrences of engine/kernels (recurrences.cpp, state_space.cpp) in Triton, with the same names and signatures.
 
 Not yet run on a GPU: Triton's interpreter proves the numbers (tests/engine/test_gpu_recurrences.py), ptxas the machine
 code.
@@ -10,12 +10,13 @@ code.
 (Yang et al. 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; Gu and Dao 2023, arXiv 2312.00752; Dao and Gu
 2024, arXiv 2405.21060.)
 
-A program has a tile of a head's state in registers and takes the sequence's tokens one after another; nothing is shared
-with another program. The layer's sizes alone choose the tile, so each sum has one order: a token has the same bits as a
-single token, in a chunk of any length, and beside any sequences. A single token is a chunk of one, by the same kernel.
+A program has a tile of a head's state in registers and processes the sequence's tokens one after another; programs
+share nothing. The layer's sizes alone determine the tile, so each sum has one order: a token has the same bits as a
+single token, in a chunk of any length, and next to any other sequences. The same kernel computes a single token, as a
+chunk of one.
 
 A row of `states` is read and a row is written for each sequence, which may be the same: `rows` int64 `[2, n]` on the
-device, -1 for zeros. Their numbers are not checked, since the host would have to wait for them.
+device, -1 for zeros. The row numbers are not checked, because the host would have to wait for them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS, CHANNELS = 8, 128  # of a tile of the convolution
 
 
 def tile(summed: int, others: int) -> tuple[int, int]:
-    """Of a state of `summed` elements for each of `others`: sizes of a program's tile, all of what is summed."""
+    """The sizes of a program's tile for a state of `summed` x `others` elements: the whole summed dimension."""
     whole = power(summed)
     return whole, min(max(LEAST, STATE // whole), power(others))
 
@@ -109,7 +110,7 @@ def state_space_scan(
     assert A.numel() == heads * (dim * size if own else 1), "A of another shape"
     assert math.prod(states.shape[1:]) == heads * dim * size, "states of another size"
     _check_rows(states, states.shape[1:], torch.float32, rows, n)
-    skip = x if D is None else D.expand(heads, dim)  # what is not there is not read
+    skip = x if D is None else D.expand(heads, dim)  # a placeholder that is not read
     y = torch.empty_like(x)
     of_state, columns = tile(size, dim)
     if y.numel():
@@ -122,8 +123,8 @@ def state_space_scan(
 
 @operator("short_convolution(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor")
 def short_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-    """x `[n, tokens, channels]`, whose channels lie side by side: all tokens of each sequence, before the first are
-    zeros. weight `[channels, width]`, bias `[channels]`. Sums are in float32, and rounded to x's type before silu."""
+    """x `[n, tokens, channels]` with contiguous channels: all tokens of each sequence, with zeros before the first.
+    weight `[channels, width]`, bias `[channels]`. Sums are in float32, and rounded to x's type before silu."""
     n, tokens, channels = x.shape
     assert x.stride(2) == 1, "channels lie side by side"
     _check_taps(weight, bias, channels)
