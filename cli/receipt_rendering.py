@@ -122,7 +122,7 @@ def explained(item: Receipt) -> RenderableType:
 
 
 def slowest(items: Sequence[LatencyAttribution]) -> RenderableType:
-    """A line for each request, and what to do about it below."""
+    """A line for each request: what delayed it, and what to do."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("request", "lost to"):
         table.add_column(name)
@@ -144,7 +144,7 @@ def slowest(items: Sequence[LatencyAttribution]) -> RenderableType:
 
 
 def calibration(items: Sequence[Calibrated]) -> RenderableType:
-    """How good the router's estimates were."""
+    """The router's estimates compared with what requests took."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     table.add_column("path")
     table.add_column("requests", justify="right")
@@ -160,7 +160,7 @@ def calibration(items: Sequence[Calibrated]) -> RenderableType:
 
 
 def receipts(items: Sequence[Receipt], width: int = NARROW_COLUMNS) -> Table:
-    """The finished requests: one line each in `width` columns, or, where there is room, with phases and transports."""
+    """The finished requests: one line each in `width` columns or, if it is wide enough, with phases and transports."""
     return _narrow_receipts(items) if width < WIDE_COLUMNS else _wide_receipts(items)
 
 
@@ -209,7 +209,7 @@ _PHASE_COLOURS = ("blue", "cyan", "green", "magenta", "yellow", "red", "white")
 
 
 def _strip(item: Receipt, cells: int = 24) -> Text:
-    """All phases in one line, a colour each, and their names with times below."""
+    """All phases in one line, a colour each, and their names with times in the next line."""
     line, names = Text(), Text()
     start = 0.0
     for place, (name, length) in enumerate([*item.phases.items(), *unaccounted(item)]):

@@ -1,7 +1,7 @@
-"""How answers look in a terminal: tables and bars. Values come in, rich renderables go out; nothing here prints.
+"""Renders results for a terminal, as tables and bars. Functions take values and return rich renderables; none prints.
 
-Text of a model or a request is inserted with `Text`, never as markup, and without control characters: it is untrusted,
-and a terminal executes escape sequences.
+Text from a model or a request is untrusted, and a terminal executes escape sequences. So it is inserted with `Text`,
+never as markup, and without control characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def share(part: float, total: float) -> str:
 
 
 BAR_CELLS = 36
-NARROW_COLUMNS, WIDE_COLUMNS = 80, 140  # columns of a pipe or a small terminal; of one that holds everything
+NARROW_COLUMNS, WIDE_COLUMNS = 80, 140  # columns of a pipe or a small terminal, and of one that shows everything
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATES = {"ready": "green", "draining": "yellow"}
 # Characters that move the cursor or start an escape sequence; newline and tab stay.
@@ -54,7 +54,7 @@ def size(count: int) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Decimal units a second, as links are sold: 12.5 GB/s, 85.0 MB/s."""
+    """Decimal units per second, as for network links: 12.5 GB/s, 85.0 MB/s."""
     if bytes_per_second >= 1e8:
         return f"{_digits(bytes_per_second / 1e9)} GB/s"
     return f"{_digits(bytes_per_second / 1e6)} MB/s"
@@ -86,7 +86,7 @@ def runs(blocks: Sequence[int]) -> str:
 
 
 def bar(start: float, length: float, total: float, cells: int = BAR_CELLS) -> str:
-    """A bar from `start` of `length` in a line that stands for `total`, to an eighth of a cell at its end.
+    """A bar from `start` of `length` in a line that stands for `total`, precise to an eighth of a cell at its end.
 
     A shorter part still shows an eighth, so that every phase is visible.
     """

@@ -141,7 +141,7 @@ def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[C
 
 
 def _show(answers: Sequence[Completion], output: Format, *, several: bool, receipt: bool) -> None:
-    """What follows the text: the answers as JSON, a list of them if there are `several`, or their receipts."""
+    """Prints the answers as JSON, as a list if there are `several`, or their receipts after the text."""
     if output is JSON:
         print_json([answer.to_dict() for answer in answers] if several else answers[0].to_dict())
     elif receipt:

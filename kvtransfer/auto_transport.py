@@ -1,10 +1,10 @@
-"""Several transports over the same memory, one of which each pair of workers uses: `transport` = auto.
+"""Several transports over the same memory, of which each pair of workers uses one: `transport` = auto.
 
 A worker's description names the default transport, and in `also` the others, so it can pair with a worker that has only
 the default. pair_choice.py chooses the transport of a pair; a read never changes its transport.
 
     connect, read ─fails─▶ the caller refuses the source, and connects again ─fails─▶ the pair's other transport
-    compare       ─▶ both are measured, also one that had failed
+    compare       ─▶ both are measured, also one that has failed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.errors import IncompatibleLayout, TandemError, TransferFailed, Worke
 
 log = logging.getLogger(__name__)
 
-FAILURES = 2  # in a row, until the pair uses another transport
+FAILURES = 2  # in a row, after which the pair uses another transport
 
 
 @dataclass
@@ -54,7 +54,7 @@ class AutoTransport:
     kind = "auto"
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """The default first. They must be of one region, layout and incarnation; this object closes them."""
+        """`transports`: the default first; all of one region, layout and incarnation. This object closes them."""
         self._transports = {transport.kind: transport for transport in transports}
         default = self._default = transports[0]
         self.region, self.layout_hash = default.region, default.layout_hash
@@ -205,8 +205,7 @@ class AutoTransport:
                 stack.callback(transport.close)
 
     def _broke(self, transport: Transport) -> None:
-        """Called on that transport's thread. The memory may still be written, so the other transports must stop,
-        too."""
+        """Called on that transport's thread. It may still write to the memory, so the other transports stop, too."""
         self.broken = transport.broken
         if self.on_broken is not None:
             self.on_broken()

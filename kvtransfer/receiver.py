@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Maximum number of reads of one part if reads fail. Wrong bytes are not read again.
 READ_ATTEMPTS = 2
 
-# Parts that are read at a time: one moves while the previous one is verified. With more, each would end later.
+# Parts that are read at the same time: one moves while the previous one is verified. With more, each would end later.
 READS_AT_ONCE = 2
 
 

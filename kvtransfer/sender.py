@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from kvtransfer.types import DigestBlocks, Offer, ReadyBlock, Ticket
 from tandem.errors import InternalError, InvalidRequest, StaleTransfer
 
-# One announcement names at most this many bytes of blocks (or one block), so that the digests of a cached prompt's next
-# part are computed while the last one moves. 64 MiB take some 7 ms to digest.
+# One announcement names blocks of at most this many bytes (or one block), so that the digests of a cached prompt's next
+# part are computed while the previous one moves. The digests of 64 MiB take about 7 ms.
 PART_BYTES = 64 << 20
 
-# Ended transfers that are remembered, so that the error for a dead ticket has the reason.
+# Ended transfers that are remembered, so that the error for their tickets has the reason.
 MAX_REMEMBERED_ENDS = 1024
 
 

@@ -1,8 +1,8 @@
-"""The nouns of a transfer. No torch, no NIXL, no sockets.
+"""The types of a transfer. No torch, no NIXL, no sockets.
 
 A worker's pages are one Region: `num_blocks` blocks of `block_bytes` bytes, block i at address + i * block_bytes.
-A source describes its region by a Peer; it issues one Ticket per transfer and announces its blocks as
-ReadyBlocks, each with a digest that binds the bytes to the place in the sequence that they are meant for.
+A source describes its region by a Peer. It issues one Ticket per transfer and announces its blocks as ReadyBlocks, each
+with a digest that binds the bytes to their position in the sequence.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class SendBlocks:
-    """Sends these blocks as one message, after those of lower `number`. `stall`: the seconds that this may take."""
+    """A request to send these blocks as one message, after those of lower `number`, within `stall` seconds."""
 
     number: int
     blocks: tuple[int, ...]
@@ -148,9 +148,9 @@ LinkMessage = LinkOpen | LinkEntry | SendBlocks
 def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
     """16 bytes: xxh3_128 over the length of the context, the context and the whole block.
 
-    With the context (the block's chained hash) correct bytes in a wrong place fail as well. The digest covers the whole
-    block, even a partly filled last one, so a source must not touch it between announcement and release. It is not
-    keyed: it finds corruption and mix-ups but does not stop a malicious worker.
+    Because of the context (the block's chained hash), correct bytes in a wrong place fail as well. The digest covers
+    the whole block, even a partly filled last one, so a source must not write to it between announcement and release.
+    It is not keyed: it finds corruption and mix-ups but does not stop a malicious worker.
     """
     state = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
     state.update(view)

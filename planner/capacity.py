@@ -1,13 +1,13 @@
-"""How much fits: arithmetic from a checkpoint folder, before anything is loaded. No torch.
+"""Capacity arithmetic from a checkpoint folder, before anything is loaded. Does not import torch.
 
     KV bytes per token = sum over layers of (K + V elements per token) x bytes per element (planner/kv_calls.py)
                        = 2 x layers x KV heads x head dim x bytes          for plain and grouped attention
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
-    int8 and fp8 KV: one byte an element, and a scale of two bytes for each head's K and V
-    recurrent layers: none, and a state for each sequence, however long (planner/recurrent.py)
+    int8 and fp8 KV: one byte per element, and a scale of two bytes for each head's K and V of a token
+    recurrent layers: no KV, and a state of fixed size for each sequence (planner/recurrent.py)
 
-The worker measures for itself what the model really stores (engine/loading/attention_probe.py); a test holds this file
-against it for every family.
+A worker determines from the model itself what it stores (engine/loading/attention_probe.py); a test compares the two
+for every family.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides about memory, read from config.json and the weights' headers."""
+    """What determines memory use, read from config.json and the weights' headers."""
 
     name: str
     layers: int
-    calls: tuple[Call, ...]  # of attention: those with KV
+    calls: tuple[Call, ...]  # of attention, for each layer with KV
     context: int | None  # None where no position has a limit
     parameters: int
     stored_bytes: int
-    why: str  # how the KV size was found, in words
-    products: int  # parameters of the products, whose weights can be quantised
+    why: str  # how the KV size was determined, in words
+    products: int  # parameters of products, the weights that can be quantised
     quantised: dict[str, int]  # format -> bytes of these
     ready: bool = False  # quantised in the checkpoint
-    coded: int | None = None  # bytes of the quantised products; None if its files do not tell
+    coded: int | None = None  # bytes of the quantised products; None if its files do not say
     ranks: int = 1  # of one worker
     rank: Shape | None = None  # what each has, where there are several
     states: States = NONE  # of recurrent layers
@@ -69,15 +69,15 @@ class Shape:
         return plan_calls(calls, block_size, itemsize, scaled=scaled)[1] or plan_parts(self.state_bytes(dtype))
 
     def state_bytes(self, dtype: str) -> int:
-        """Of the recurrent states of one sequence; 0 without recurrent layers."""
+        """Bytes of the recurrent states of one sequence; 0 without recurrent layers."""
         return self.states.slot_bytes(dtype, DTYPE_BYTES[dtype])
 
     def state_blocks(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
-        """Blocks that a copy of these takes, as in a handoff."""
+        """Blocks that a copy of these states takes, as in a handoff."""
         return -(-self.state_bytes(dtype) // self.block_bytes(block_size, dtype, kv_dtype))
 
     def kv_bytes_per_token(self, dtype: str, kv_dtype: str = "auto") -> int:
-        """Scales included, padding not."""
+        """With scales, without padding."""
         itemsize, scaled = _element(dtype, kv_dtype)
         scales = 2 * SCALE_BYTES if scaled else 0
         kept = sum(heads * ((k_dim + v_dim) * itemsize + scales) for heads, k_dim, v_dim in self.calls)
@@ -117,7 +117,7 @@ def read_shape(folder: Path) -> Shape:
         raise CheckpointRefused(f"{folder} has no readable config.json: {error}") from error
     asked = config.get("quantization_config") or {}
     config = config.get("text_config") or config
-    kinds = config.get("layers_block_type")  # some name nothing else
+    kinds = config.get("layers_block_type")  # some configs have no other field for the number of layers
     layers = len(kinds) if kinds else first(config, "num_hidden_layers", "n_layer", "n_layers")
     shapes, stored, codings = tensors(folder, asked)
     states, attend = recurrent.read(shapes, config)
@@ -162,9 +162,10 @@ def capacity(
     concurrencies: tuple[int, ...],
     slots: int = 0,
 ) -> Capacity:
-    """What fits into `utilization` of the memory (bytes) that the weights leave, and `slots` for recurrent states.
+    """What fits into the share `utilization` of the memory (bytes) that the weights and `slots` for recurrent states
+    leave.
 
-    Raises SettingsError when the weights and these alone do not fit.
+    Raises SettingsError if the weights and these slots alone do not fit.
     """
     taken, states = shape.weight_bytes(dtype, weights), slots * slot_bytes(shape.state_bytes(dtype))
     if taken + states >= memory > taken:
@@ -220,7 +221,7 @@ def tensors(folder: Path, asked: dict[str, Any]) -> tuple[Shapes, int, Codings |
 
 
 def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Shapes of the parameters, and stored bytes, by the headers."""
+    """Shapes of the parameters, and stored bytes, from the headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     stored = 0
     for path in weight_files(folder, read_json(folder / "config.json")):

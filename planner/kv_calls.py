@@ -1,7 +1,7 @@
-"""What each attention call keeps of a token, from the headers of the weights and the config. No torch.
+"""What each attention call keeps of a token, from the headers of the weights and the config. Does not import torch.
 
-The rows of a layer's K and V projections say how many elements; layers may differ. Where one product computes Q, K and
-V, only the config says it, for all layers alike.
+The rows of a layer's K and V projections give the number of elements, which may differ between layers. If one product
+computes Q, K and V, only the config gives it, the same for all layers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tandem.errors import CheckpointRefused
 
 Call = tuple[int, int, int]  # KV heads, elements of K and of V of each
 Shapes = dict[str, tuple[int, ...]]
-OTHER_KV = ("diffllama", "jetmoe")  # keep another K and V than their projections give
+OTHER_KV = ("diffllama", "jetmoe")  # K and V are not of the size of their projections
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")
 _OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|audio)")
 
 
 def read(shapes: Shapes, config: dict[str, Any], attend: list[str], layers: int) -> tuple[tuple[Call, ...], str]:
-    """The calls, and in words how they were found. `attend` are the modules with a K projection, `layers` the number
-    of layers with KV. Raises CheckpointRefused."""
+    """The calls, and in words how they were determined. `attend` are the modules with a K projection, `layers` is the
+    number of layers with KV. Raises CheckpointRefused."""
     if (kind := config.get("model_type")) in OTHER_KV:
         raise _unknown(f"{kind} layers")
     if not layers:
@@ -45,14 +45,14 @@ def read(shapes: Shapes, config: dict[str, Any], attend: list[str], layers: int)
 
 
 def _is_a_layer(module: str, config: dict[str, Any]) -> bool:
-    """False: it is for images or sound, or behind the last layer and drafts tokens."""
+    """False for attention over images or sound, and for modules after the last layer, which draft tokens."""
     number, layers = _NUMBER.search(module), config.get("num_hidden_layers")
     drafts = number is not None and isinstance(layers, int) and int(number[1]) >= layers
     return not drafts and _OTHER_INPUT.search(module) is None
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int]:
-    """Of queries, and elements of each, by the config."""
+    """The number of query heads, and the elements of each, from the config."""
     heads = first(config, "num_attention_heads", "n_head", "n_heads")
     return heads, config.get("head_dim") or first(config, "hidden_size", "n_embd", "d_model") // heads
 
@@ -64,16 +64,16 @@ def of_module(module: str, shapes: Shapes, config: dict[str, Any]) -> Call:
         return shapes.get(f"{module}.{name}.weight", (0,))[0]
 
     k_rows, norm, (_, dim) = rows("k_proj"), rows("k_norm"), _heads(config)
-    if norm and rows("q_norm") != rows("q_proj"):  # otherwise it is over all heads together
+    if norm and rows("q_norm") != rows("q_proj"):  # otherwise the norm is over all heads together
         dim = norm
     if k_rows % dim:
         raise _unknown(f"{module}, with {k_rows} rows of K")
     heads = k_rows // dim
-    return heads, dim, (rows("v_proj") or k_rows) // heads  # without a projection of its own V is K
+    return heads, dim, (rows("v_proj") or k_rows) // heads  # without a V projection, V is K
 
 
 def _of_config(config: dict[str, Any], heads: int, dim: int) -> Call:
-    if "multi_query" in config:  # one head or all of them, whatever else it says
+    if "multi_query" in config:  # one head or all of them; other fields do not count
         return 1 if config["multi_query"] else heads, dim, dim
     return config.get("num_key_value_heads") or heads, dim, dim
 

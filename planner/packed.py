@@ -1,8 +1,8 @@
 """The memory of GPTQ, AWQ, block-wise FP8 and torchao checkpoints when served, from their headers and config.
 
 The engine packs a weight again if one of its formats can represent it (`engine/loading/gptq_awq_fp8.py`); other weights
-take the model's dtype. The result is for the compiled operators. Without them, and on CUDA, all weights take the
-model's dtype.
+take the model's dtype. The result is for the compiled operators. On CUDA, 4-bit weights with zeros take half of it;
+without compiled operators or Triton, all weights take the model's dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from engine.core.packing_scheme import FP8, PARTS, TORCHAO, scheme_of
 from engine.core.weight_formats import of_integers, weight_bytes
 
-_FUSED = ".experts."  # of a mixture: in one tensor, without codes
+_FUSED = ".experts."  # experts are in one tensor of the model, which has no codes
 Shapes = dict[str, tuple[int, ...]]
 Codings = dict[str, tuple[str, int]]  # weights that are served over codes: their format, and columns with one scale
 

@@ -1,7 +1,7 @@
-"""A worker of several ranks: how many parameters each has, by the plan that transformers has for the model's class.
+"""A worker of several ranks: how many parameters each has, by transformers' tensor-parallel plan of the model's class.
 
-A rank has its part of what the plan cuts and of the vocabulary, and the whole of everything else: norms, latent
-projections. KV heads that are fewer than ranks are on several of them. The pages are shared.
+A rank has its part of what the plan cuts and of the vocabulary, and everything else as a whole: norms, latent
+projections. If there are fewer KV heads than ranks, several ranks hold the same head. The pages are shared.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _of_part(codings: Codings, whole: Shapes, own: Shapes, scheme: Scheme) -> Co
 
 
 def _by_tokens(name: str) -> bool:
-    """Whether a row is a token's: of the embedding, or of a head that is not tied to it."""
+    """Whether a tensor has a row for each token: the embedding, or a head that is not tied to it."""
     return name.endswith(TABLES) or name == f"{HEAD}.weight"
 
 
@@ -92,7 +92,7 @@ def _cut_of(name: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
     module = _module(name)
     pattern = ".".join("*" if part.isdigit() else part for part in module.split("."))
     style = plan.get(pattern)
-    if ".experts." in pattern and style is None:  # each on its own in the files, all in one tensor in the model
+    if ".experts." in pattern and style is None:  # separate tensors in the files, one tensor in the model
         whole = pattern.partition(".experts.")[0] + ".experts"
         style = next((plan[key] for key in plan if key.startswith(f"{whole}.") and plan[key] in cut), None)
     return style if style in cut else None
@@ -122,7 +122,7 @@ def _part(
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A worker of so many ranks, each on a device of its own: bytes on each, and how much KV there is room for."""
+    """A worker of `ranks` ranks, each on its own device: the bytes on each, and how much KV fits."""
 
     ranks: int
     weights: int = 0
@@ -143,7 +143,7 @@ def fits(
     block_size: int,
     kv_dtype: str,
 ) -> list[Fit]:
-    """Of each number in RANKS, where a device has `memory` bytes."""
+    """A `Fit` for each number in RANKS, for devices with `memory` bytes."""
     found: list[Fit] = []
     for ranks in RANKS:
         try:

@@ -1,12 +1,12 @@
-"""What a model keeps of a sequence beside KV, from the headers of its weights and its config. No torch.
+"""What a model keeps of a sequence besides KV, from the headers of its weights and its config. Does not import torch.
 
     short convolution   channels x kernel
     gated delta rule    channels x kernel, value dimensions x key dimensions of a head
     Mamba-2             channels x kernel, inner dimensions x state size
     Mamba-1             channels x kernel, inner dimensions x state size
 
-The states of convolutions have the model's dtype, the others are float32, as transformers keeps them. A layer that is
-none of these is refused by name: only a worker, which runs the model, knows its states.
+The states of convolutions have the model's dtype, the others are float32, as in transformers. Any other layer is
+refused by name: only a worker, which runs the model, knows its states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.errors import CheckpointRefused
 
 MARKS = (".A_log", "conv1d.", ".conv.conv.")  # in names of tensors that only recurrent layers have
 KINDS = ("linear_attention", "mamba", "conv", "hybrid")  # of layers that have such tensors, as configs call them
-SHARING = "hybrid"  # layers with both; some models have one attention for several of them
+SHARING = "hybrid"  # layers with both; in some models several of them share one attention
 STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size")
 _PARTS = re.compile(r"(.+)\.(?:A_log|conv1d\.weight|conv\.conv\.weight)")
 _KEYS = ".k_proj.weight"
@@ -36,7 +36,7 @@ class States:
     recurrences: tuple[int, ...] = ()
 
     def slot_bytes(self, dtype: str, itemsize: int) -> int:
-        """Of all states of one sequence, as the engine places them."""
+        """Bytes of all states of one sequence, as the engine places them."""
         kept = [(count, dtype, itemsize) for count in self.convolutions]
         kept += [(count, "float32", 4) for count in self.recurrences]
         return plan_states([((0, "", 0), (count,), name, size) for count, name, size in kept])[1]
@@ -46,7 +46,7 @@ NONE = States()
 
 
 def read(shapes: Shapes, config: dict[str, Any]) -> tuple[States, list[str]]:
-    """The states, and the modules that attend: those of `k_proj`. Raises CheckpointRefused."""
+    """The states, and the attention modules, which are those with a `k_proj`. Raises CheckpointRefused."""
     modules = sorted({found.group(1) for name in shapes if (found := _PARTS.fullmatch(name))})
     known = tuple(f"{module}." for module in modules)
     if odd := next((name for name in shapes if any(mark in name for mark in MARKS) and not name.startswith(known)), ""):
@@ -65,7 +65,7 @@ def read(shapes: Shapes, config: dict[str, Any]) -> tuple[States, list[str]]:
 
 
 def _states(module: str, shapes: Shapes, config: dict[str, Any]) -> tuple[int, int]:
-    """Elements of the two states of a recurrent layer; 0 where there is no second one."""
+    """Elements of the two states of a recurrent layer; 0 if there is no second one."""
 
     def part(name: str) -> tuple[int, ...]:
         return shapes.get(f"{module}.{name}", ())

@@ -1,4 +1,4 @@
-"""The planner's answer as a table for people and as facts for programs."""
+"""The planner's result as a table, and as a dictionary for JSON."""
 
 from __future__ import annotations
 

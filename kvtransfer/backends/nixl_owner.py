@@ -1,10 +1,10 @@
 """The thread that owns a NIXL agent and makes all its calls, because NIXL is not thread-safe and a read over shared
 memory copies inside the call.
 
-NIXL's own progress thread stays off: it polls without rest, one core per agent. The owner thread drives progress
-instead: almost without pause while reads are in flight, every SERVING_PAUSE_S while a transfer from here is open, and
-every IDLE_PAUSE_S otherwise, so that a peer can connect at any time. No call on it waits for the network, so peers
-connect concurrently and a silent one delays no other.
+NIXL's own progress thread stays off: it polls continuously and takes one core per agent. The owner thread drives
+progress instead: almost without pause while reads are in flight, every SERVING_PAUSE_S while a transfer from this
+region is open, and every IDLE_PAUSE_S otherwise, so that a peer can connect at any time. No call on it waits for the
+network, so peers connect concurrently and a silent one delays no other.
 """
 
 from __future__ import annotations

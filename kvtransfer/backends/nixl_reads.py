@@ -16,7 +16,7 @@ inside the call, nothing is in flight then, and the end of a connection ends its
 peer is treated as silent, and the agent is replaced.
 
 A known limit (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has
-disconnected dies of "Fatal: unexpected error: Endpoint timeout". This requires a source that made no progress at that
+disconnected ends with "Fatal: unexpected error: Endpoint timeout". This requires a source that made no progress at that
 time. Therefore ABORT_GRACE_S is long, a closing reader ends its reads first, and before the agent is replaced, the
 batches of other reads have OTHERS_GRACE_S to land. Over shared memory no request is ever sent.
 """
@@ -79,7 +79,7 @@ class NixlReads:
     # ---- what the event loop submits
 
     def introduce(self, peer: Peer) -> bool:
-        """Puts the peer in place of what was known under its name. False if it is connected already."""
+        """Replaces what was known under the peer's name by this peer. False if it is connected already."""
         known = self.remotes.get(peer.agent_name)
         if known is not None and known.peer != peer:
             self.lose(peer.agent_name, f"{peer.agent_name} has a new agent")

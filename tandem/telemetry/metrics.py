@@ -45,9 +45,9 @@ TTFT_BUCKETS = (
 )
 TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 LENGTH_BUCKETS = tuple(float(2**power) for power in range(0, 19, 1) if power not in (1, 3))  # in tokens
-MAX_TENANTS = 100  # with samples of their own
-OTHER_TENANTS = "(others)"  # no name of a tenant: those have no brackets
-# Errors that the cluster has caused, not the request.
+MAX_TENANTS = 100  # that have their own samples
+OTHER_TENANTS = "(others)"  # not a tenant's name: names have no brackets
+# Errors that the cluster caused, not the request.
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
@@ -56,7 +56,7 @@ class Reach(NamedTuple):
 
     up: bool = True
     round_trip_s: float | None = None
-    memory: tuple[int, int] | None = None  # bytes in use, and the most; 0: no limit
+    memory: tuple[int, int] | None = None  # bytes in use, and the limit; 0: no limit
 
 
 class RegistryReach(Collector):
@@ -104,12 +104,12 @@ class Request:
 
 
 class Tokens(Collector):
-    """The two metrics that are updated with every token. The library's own classes take a lock for each update, which
-    would be the largest cost of a token. Updated on one thread only."""
+    """The two metrics that are updated with every token, on one thread only. The library's own classes take a lock for
+    each update, which would be the largest cost of a token."""
 
     def __init__(self) -> None:
         self._generated = 0
-        self._gaps = [0] * (len(TOKEN_BUCKETS) + 1)  # messages by the first edge not below; last: above all
+        self._gaps = [0] * (len(TOKEN_BUCKETS) + 1)  # gaps by the first edge not below them; last: above all
         self._seconds = 0.0
 
     def sent(self, tokens: int, gap_s: float | None) -> None:
@@ -212,7 +212,7 @@ class RouterMetrics(Metrics):
                 self._duration.observe(monotonic() - began)
 
     def ended(self, tenant: str, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """Counts a request of a tenant; of those that have no name there are no samples."""
+        """Counts a request of a tenant; requests without a tenant's name have no samples."""
         if not tenant:
             return
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
@@ -245,19 +245,19 @@ class Load(NamedTuple):
     state: str
     inflight: int  # requests
     waiting: int  # sequences, for blocks or a place in the engine
-    free: int  # blocks, and the two after it
+    free: int  # blocks, like the next two
     cached: int
     held: int
     backlog: int  # prompt tokens that are still to be computed
     prompt_rate: float  # tokens per second; 0: not known
     preemptions: int  # since the start
-    places: int = 1  # for streams, within the objective `slo_tpot_s`
+    places: int = 1  # streams that fit within the objective `slo_tpot_s`
     product_time_ratio: float | None = None  # measured at load; None: nothing was
     states: tuple[int, int, int, int] | None = None  # slots free and held, snapshots, their evictions so far
 
 
 class Transfer:
-    """A transfer in progress. It counts once its source has `opened` it."""
+    """A transfer in progress. It is counted if its source has `opened` it."""
 
     opened = False
     committed = False
@@ -305,25 +305,25 @@ class WorkerMetrics(Metrics):
         )
 
     def step(self, prompt_tokens: int, streams: int, seconds: float) -> None:
-        """The engine has made a step over `prompt_tokens` tokens of prompts and `streams` streams."""
+        """Counts a step of the engine over `prompt_tokens` tokens of prompts and `streams` streams."""
         if streams:
             self._steps.observe(seconds)
         if prompt_tokens:
             self._computed.inc(prompt_tokens)
 
     def prompt(self, local: int, remote: int = 0) -> None:
-        """`local` tokens of a prompt were cached here, `remote` ones were read from a prefill worker."""
+        """Counts a prompt: `local` tokens were cached here, the KV of `remote` ones was read from a prefill worker."""
         self._local.inc(local)
         self._remote.inc(remote)
 
     def moved(self, transport: str, size: int, seconds: float) -> None:
-        """The KV of one request was read and verified."""
+        """Counts the KV of one request, which was read and verified."""
         self._moved.labels(transport).observe(seconds)
         self._bytes.labels(transport).inc(size)
 
     @contextmanager
     def transfer(self) -> Iterator[Transfer]:
-        """Counts one transfer, however it ends, unless its source has not opened it."""
+        """Counts one transfer, however it ends, if its source has opened it."""
         transfer, result, reason = Transfer(), "failed", "INTERNAL"
         try:
             yield transfer

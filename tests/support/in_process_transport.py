@@ -33,7 +33,7 @@ class InProcessTransport:
         self._name = agent_name(worker_id, incarnation)
         self._connected: dict[str, Peer] = {}
         self._closed = False
-        # Held during each copy: a region is not given back while a transport reads from it or writes into it.
+        # Held during each copy: a region is not released while a transport reads from it or writes to it.
         self._lock = threading.RLock()
         if self._name in _open:
             raise InvalidRequest(f"{self._name} is already open in this process", field="worker_id")

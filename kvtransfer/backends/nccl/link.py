@@ -87,7 +87,7 @@ class Pages:
 
 
 class Batch:
-    """Blocks that move as one message; `local` is empty at the source. The first caller of `claim` decides how the
+    """Blocks that move as one message; `local` is empty at the source. The first caller of `claim` determines how the
     batch ends."""
 
     def __init__(self, remote: Sequence[int], local: Sequence[int], stall: float) -> None:
