@@ -1,4 +1,4 @@
-"""A real embedded Valkey for every test that asks, and what waits for a condition without sleeping blindly."""
+"""A real embedded Valkey for the tests that use it, and waits for conditions without fixed sleeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Private and short: a unix socket's path may have 107 bytes, and pytest's own directories are deep."""
+    """A private, short directory: a unix socket's path may have 107 bytes, and pytest's own directories are deep."""
     with tempfile.TemporaryDirectory(prefix="tdm-") as path:
         yield Path(path)
 

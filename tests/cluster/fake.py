@@ -1,4 +1,4 @@
-"""A service with a port and a heartbeat and nothing else, for tests of the processes around it.
+"""A service with only a port and a heartbeat, for tests of the processes around it.
 
 The environment makes it misbehave: FAKE_REFUSE names a role that refuses to start, FAKE_CRASH one whose process ends
 itself while starting, FAKE_BUSY one that uses its whole grace to stop. A prepared spare leaves a file in the folder
@@ -47,7 +47,7 @@ class FakeService:
     can_switch_role = True
 
     async def release(self, grace_s: float) -> str:
-        """Its engine: the number of the process that loaded it."""
+        """Returns its engine: the id of the process that loaded it."""
         await self.stop(grace_s)
         return str(os.getpid())
 
@@ -99,7 +99,7 @@ async def start(
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
     say(f"on {settings.host}, device {settings.device}, GPU {gpu}, {settings.host_workers} workers here")
     if os.environ.get("FAKE_REFUSE") == role:
-        why = RuntimeError(threading.Lock())  # as libraries have them: it cannot be sent to another process
+        why = RuntimeError(threading.Lock())  # cannot be pickled, like errors of some libraries
         raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model") from why
     if os.environ.get("FAKE_CRASH") == role:
         os.kill(os.getpid(), signal.SIGKILL)

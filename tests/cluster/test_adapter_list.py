@@ -1,4 +1,4 @@
-"""The list of adapters on a real Valkey: one name, one adapter, and no version that goes back."""
+"""The list of adapters on a real Valkey: one adapter per name, and versions that only grow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def follower(registry: Registry) -> AsyncIterator[AdapterFollower]:
 
 
 async def test_what_is_added_is_listed_until_it_is_removed(registry: Registry) -> None:
-    """With every field; each change has the next version."""
+    """An added adapter is listed with every field until it is removed, and each change has the next version."""
     assert await adapter_list.read(registry) == EMPTY
     assert await adapter_list.add(registry, "red", RED, EMPTY) == 1
     assert await adapter_list.add(registry, "b/l:u.e-", BLUE, EMPTY) == 2
@@ -39,7 +39,7 @@ async def test_what_is_added_is_listed_until_it_is_removed(registry: Registry) -
 
 
 async def test_of_two_loads_of_one_name_at_once_one_succeeds(registry: Registry) -> None:
-    """Whichever router was first."""
+    """Of two concurrent loads of one name the first one succeeds, at whichever router."""
     both = (adapter_list.add(registry, "one", adapter, EMPTY) for adapter in (RED, BLUE))
     found = await asyncio.gather(*both, return_exceptions=True)
     assert sorted(type(one) for one in found if isinstance(one, TandemError)) == [InvalidRequest]
@@ -47,7 +47,7 @@ async def test_of_two_loads_of_one_name_at_once_one_succeeds(registry: Registry)
 
 
 async def test_the_list_is_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name beyond the bound is refused, and there is room again after an unloading."""
+    """A name beyond the bound is refused, and accepted again after another one is unloaded."""
     monkeypatch.setattr(adapter_list, "MAX_ADAPTERS", 2)
     for name in ("one", "two"):
         await adapter_list.add(registry, name, RED, EMPTY)
@@ -58,7 +58,8 @@ async def test_the_list_is_bounded(registry: Registry, monkeypatch: pytest.Monke
 
 
 async def test_a_change_at_a_registry_that_lost_the_list_keeps_the_rest(registry: Registry) -> None:
-    """The caller's list is written back first. Without knowledge of it, the version would begin again."""
+    """The caller's list is written back before its change. Without knowledge of the list, the version would start
+    again."""
     known = AdapterList(7, {"red": RED})
     assert await adapter_list.add(registry, "blue", BLUE, known) == 8
     assert await adapter_list.read(registry) == AdapterList(8, {"blue": BLUE, "red": RED})
@@ -67,7 +68,7 @@ async def test_a_change_at_a_registry_that_lost_the_list_keeps_the_rest(registry
 
 
 async def test_the_last_unloading_is_no_loss(registry: Registry, follower: AdapterFollower) -> None:
-    """An empty list has a version, so nobody restores what was there before."""
+    """An empty list has a version, so no follower restores the former list."""
     await follower.add("red", RED)
     await follower.remove("red")
     stale = AdapterFollower(registry, 5.0, lambda: None)
@@ -78,7 +79,7 @@ async def test_the_last_unloading_is_no_loss(registry: Registry, follower: Adapt
 
 
 async def test_followers_see_a_change_at_once(registry: Registry, follower: AdapterFollower) -> None:
-    """By the announcement, and not by the next refresh, which is seconds away."""
+    """A follower sees a change when it is announced, and not only at the next refresh, seconds later."""
     seen = asyncio.Event()
     other = AdapterFollower(registry, 60.0, seen.set)
     await other.start()
@@ -91,7 +92,7 @@ async def test_followers_see_a_change_at_once(registry: Registry, follower: Adap
 
 
 async def test_an_entry_that_cannot_be_read_hides_no_other(registry: Registry) -> None:
-    """A newer version may write what this one does not understand; fields that it does not know are ignored."""
+    """An entry of a newer version that cannot be read is skipped, and unknown fields are ignored."""
     await adapter_list.add(registry, "red", RED, EMPTY)
     broken = {"odd": '{"path": "x", "fingerprint": "no hex"}', "empty": '{"path": "x", "fingerprint": ""}', "no": "{"}
     later = '{"path": "red", "fingerprint": "01ff", "loaded_at": 5.0, "rank": 8}'

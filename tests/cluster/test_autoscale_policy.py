@@ -1,4 +1,4 @@
-"""How many workers are wanted: for any load within the limits, never fewer for more, and no going up and down."""
+"""The wanted number of workers: within the limits for any load, never fewer for more load, and without oscillation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def busy(streams: int = 0, **prefill: int) -> Look:
 
 
 def run(looks: list[Look], rules: Rules = RULES, every_s: float = 5.0) -> list[dict[str, Verdict]]:
-    """The verdicts one after another; what is wanted is had at the next look."""
+    """The decisions one after another; the wanted size is reached by the next evaluation."""
     autoscaler, sizes, found = AutoscalePolicy(rules), {role: least for role, (least, _) in rules.limits.items()}, []
     for number, look in enumerate(looks):
         verdicts = autoscaler.judge(replace(look, at=every_s * number), sizes)
@@ -78,7 +78,7 @@ def workers(need: Need | None) -> int:
 
 @given(st.lists(LOOKS, max_size=40), st.integers(0, 2), st.integers(0, 3), st.integers(1, 2), st.integers(0, 3))
 def test_sizes_stay_within_the_limits(looks: list[Look], p: int, p_more: int, d: int, d_more: int) -> None:
-    """Whatever is seen; so there is always a decode worker."""
+    """The sizes stay within the limits for any observation, so there is always a decode worker."""
     limits = {"prefill": (p, p + p_more), "decode": (d, d + d_more)}
     for verdicts in run(looks, replace(RULES, limits=limits)):
         for role, (least, most) in limits.items():
@@ -88,7 +88,8 @@ def test_sizes_stay_within_the_limits(looks: list[Look], p: int, p_more: int, d:
 
 @given(LOOKS)
 def test_constant_load_has_one_size(look: Look) -> None:
-    """It may grow at first, while the rate of what arrives becomes known; it never goes down, and then it stays."""
+    """Under constant load the size may grow at first, until the arrival rate is known; it never shrinks, and then stays
+    the same."""
     found = run([look] * 60)
     for role in LIMITS:
         sizes = sizes_of(found, role)
@@ -98,8 +99,8 @@ def test_constant_load_has_one_size(look: Look) -> None:
 
 @given(st.lists(LOOKS, max_size=60))
 def test_a_pool_shrinks_only_after_the_hold(looks: list[Look]) -> None:
-    """When it does, each look of so long was enough with what is left, as an autoscaler says that never shrinks. For a
-    worker that the other pool gets at that moment, 15 s of looks."""
+    """A pool shrinks only if, for the whole hold time, each evaluation needed at most the remaining workers, by a
+    policy that never shrinks. For a worker that the other pool gets at that moment, 15 s are enough."""
     found = run(looks)
     needed = run_needs(looks)
     for role in LIMITS:
@@ -112,7 +113,7 @@ def test_a_pool_shrinks_only_after_the_hold(looks: list[Look]) -> None:
 
 
 def run_needs(looks: list[Look]) -> dict[str, list[int | None]]:
-    """What each look needs by itself, within one that remembers only how much arrived."""
+    """The need of each evaluation by itself, with a policy that remembers only arrivals."""
     needs: dict[str, list[int | None]] = {"prefill": [], "decode": []}
     autoscaler = AutoscalePolicy(RULES)
     for number, look in enumerate(looks):
@@ -124,7 +125,8 @@ def run_needs(looks: list[Look]) -> dict[str, list[int | None]]:
 
 @given(LOOKS, st.floats(0, 20_000), st.integers(0, 5000), st.integers(0, 50), st.integers(0, 50))
 def test_more_load_never_needs_fewer(look: Look, arriving: float, tokens: int, prompts: int, streams: int) -> None:
-    """Of what comes and waits, prefill workers; of streams, KV and requests that wait, decode workers."""
+    """More arriving or waiting prompts never need fewer prefill workers; more streams, KV or waiting requests never
+    need fewer decode workers."""
     look = replace(look, routers=1)
     prefill, decode = look.pool("prefill"), look.pool("decode")
     more = replace(prefill, backlog=prefill.backlog + tokens, running=prefill.running + prompts)
@@ -140,7 +142,8 @@ def test_more_load_never_needs_fewer(look: Look, arriving: float, tokens: int, p
 
 
 def test_up_comes_at_once_and_down_after_the_hold() -> None:
-    """20 streams on workers of 10 places need 3 workers from the first look on; after them 60 quiet seconds pass."""
+    """20 streams on workers with 10 places need 3 workers at the first evaluation; the pool shrinks 60 quiet seconds
+    later."""
     found = run([busy(20)] + [QUIET] * 15)
     assert sizes_of(found, "decode") == [3] * 13 + [1] * 3
     assert "20 requests" in found[0]["decode"].why
@@ -149,13 +152,14 @@ def test_up_comes_at_once_and_down_after_the_hold() -> None:
 
 
 def test_a_load_that_comes_and_goes_within_the_hold_moves_nothing() -> None:
-    """Up once, and then it stays: no worker is started and drained by turns."""
+    """The pool grows once and keeps its size: no worker is started and drained in turn."""
     found = run(([busy(20)] + [QUIET] * 8) * 6)
     assert set(sizes_of(found, "decode")) == {3}
 
 
 def test_what_is_not_known_is_no_quiet_time() -> None:
-    """A look without a router says nothing: the pool keeps its size until a whole hold is known."""
+    """An evaluation without a router's record does not count as quiet: the pool keeps its size until a whole hold time
+    is known."""
     blind = replace(QUIET, routers=0)
     found = run([busy(20)] + [QUIET] * 6 + [blind] + [QUIET] * 13)
     assert sizes_of(found, "decode") == [3] * 20 + [1]
@@ -163,7 +167,7 @@ def test_what_is_not_known_is_no_quiet_time() -> None:
 
 
 def test_after_a_gap_the_hold_begins_again() -> None:
-    """A registry that did not answer for a while leaves nobody knowing what was needed meanwhile."""
+    """After a time without answers from the registry the need of that time is unknown, so the hold starts again."""
     autoscaler = AutoscalePolicy(RULES)
     times = [0.0, 9.0, 18.0, 27.0, 58.0, 61.0]
     found = [autoscaler.judge(replace(QUIET, at=at), {"decode": 2})[0].wanted for at in times]
@@ -173,8 +177,8 @@ def test_after_a_gap_the_hold_begins_again() -> None:
 
 
 def test_prompts_that_would_wait_too_long_get_workers() -> None:
-    """4000 tokens wait before a worker of 1000/s: 3 workers to be done in 1.5 s, 4 for an objective of 2 s. One prompt
-    cannot be computed by two workers."""
+    """4000 waiting tokens at 1000/s per worker need 3 workers to be done in 1.5 s, and 4 for an objective of 2 s. A
+    single prompt needs no second worker, because two cannot share it."""
     look = busy(backlog=4000, running=8)
     assert workers(need_prefill(look, 0.0, RULES)) == 3
     assert workers(need_prefill(look, 0.0, replace(RULES, ttft_s=2.0))) == 4
@@ -182,21 +186,22 @@ def test_prompts_that_would_wait_too_long_get_workers() -> None:
 
 
 def test_a_burst_that_is_gone_before_a_worker_could_help_starts_none() -> None:
-    """8000 tokens that wait for 4 s move nothing; for 6 s they bring all that may be had."""
+    """8000 tokens that wait for 4 s start no worker; if they wait for 6 s, they start as many as permitted."""
     burst = busy(backlog=8000, running=20)
     assert set(sizes_of(run([QUIET] + [burst] * 4 + [QUIET] * 9, every_s=1.0), "prefill")) == {1}
     assert sizes_of(run([QUIET] + [burst] * 6, every_s=1.0), "prefill") == [1] * 6 + [4]
 
 
 def test_what_arrives_keeps_prefill_workers_busy_at_most_so_much() -> None:
-    """1400 tokens/s are 70 % of two workers of 1000/s, before anything waits."""
+    """1400 tokens/s are 70 % of two workers with 1000/s, before anything waits."""
     assert workers(need_prefill(QUIET, 1400.0, RULES)) == 2
     assert workers(need_prefill(QUIET, 1401.0, RULES)) == 3
 
 
 def test_a_burst_gets_workers_while_it_comes() -> None:
-    """2500 tokens in each second, refused ones included, for workers of 1000/s: in 4 s as much has come as one worker
-    computes in 12 s at 70 %, and in 10 s as three compute; the mean over 30 s asks for so many only later."""
+    """With 2500 tokens per second, refused ones included, for workers with 1000/s: in 4 s as much has arrived as one
+    worker computes in 12 s at 70 %, and in 10 s as much as three; the mean over 30 s would need that many only
+    later."""
     looks = [QUIET] * 30 + [replace(QUIET, arrived=2500.0)] * 20
     sizes = sizes_of(run(looks, replace(RULES, ttft_s=4.0), every_s=1.0), "prefill")[30:]
     assert sizes[:3] == [1] * 3
@@ -206,7 +211,8 @@ def test_a_burst_gets_workers_while_it_comes() -> None:
 
 
 def test_who_waits_at_the_router_counts_where_the_lack_is() -> None:
-    """With the decode pool full it is that pool's, else the prefill pool's; never both."""
+    """Requests that wait at the router count for the decode pool if it is full, otherwise for the prefill pool, and
+    never for both."""
     waits = replace(busy(2), queued=20, queued_tokens=6000)
     assert (workers(need_prefill(waits, 0.0, RULES)), workers(need_decode(waits, RULES))) == (4, 1)
     full = replace(busy(10), queued=20, queued_tokens=6000)
@@ -214,7 +220,7 @@ def test_who_waits_at_the_router_counts_where_the_lack_is() -> None:
 
 
 def flips(found: list[dict[str, Verdict]]) -> list[int]:
-    """Which looks have moved a worker from pool to pool."""
+    """The evaluations that moved a worker from one pool to the other."""
     return [at for at, verdicts in enumerate(found) if any("with the weights" in one.why for one in verdicts.values())]
 
 
@@ -222,8 +228,8 @@ PROMPTS = busy(backlog=8000, running=20)
 
 
 def test_a_pool_that_goes_up_gets_what_the_other_has_to_spare() -> None:
-    """Two decode workers too many and prompts that need three more prefill workers: two come from the decode pool, of
-    which nothing else would have gone for another 35 s, and one is started."""
+    """With two surplus decode workers and prompts that need three more prefill workers, two come from the decode pool,
+    which would have kept them for another 35 s, and one is started."""
     found = run([busy(20)] + [QUIET] * 4 + [PROMPTS] * 3)
     assert sizes_of(found, "decode") == [3] * 6 + [1] * 2
     assert sizes_of(found, "prefill") == [1] * 6 + [4] * 2
@@ -233,7 +239,7 @@ def test_a_pool_that_goes_up_gets_what_the_other_has_to_spare() -> None:
 
 
 def test_what_was_needed_just_now_is_not_to_spare() -> None:
-    """The control to the test above: the decode pool needed its workers 10 s ago, and keeps them."""
+    """Control of the test above: the decode pool needed its workers 10 s ago, and keeps them."""
     found = run([busy(20), busy(20), PROMPTS, PROMPTS])
     assert sizes_of(found, "decode") == [3] * 4
     assert sizes_of(found, "prefill")[-1] == 4
@@ -241,15 +247,15 @@ def test_what_was_needed_just_now_is_not_to_spare() -> None:
 
 
 def test_no_worker_goes_back_and_forth() -> None:
-    """Prompts and streams in turn, 30 s each, with six places for both: one flip and one back in each hold at most,
-    where the load changes sides twenty times."""
+    """With prompts and streams in turn, 30 s each, and six places for both, each hold has at most one flip and one
+    back, while the load changes sides twenty times."""
     turns = ([QUIET] * 4 + [PROMPTS] * 2 + [QUIET] * 4 + [busy(30)] * 2) * 10
     assert len(flips(run([busy(30), *turns], replace(RULES, hold_s=700.0)))) <= 2
 
 
 @given(st.lists(LOOKS, max_size=60))
 def test_what_one_pool_gives_the_other_one_gains(looks: list[Look]) -> None:
-    """In the same look, and no pool gives below its least."""
+    """A flip changes both sizes in the same evaluation, and no pool falls below its minimum."""
     found = run(looks)
     for at in flips(found):
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -261,11 +267,11 @@ def test_what_one_pool_gives_the_other_one_gains(looks: list[Look]) -> None:
 
 @pytest.mark.parametrize(("tpot_s", "expected"), [(None, 64), (0.1, 64), (0.03, 11), (0.02, 1), (0.001, 1)])
 def test_places_are_those_that_keep_the_objective(tpot_s: float | None, expected: int) -> None:
-    """A step of one stream takes 20 ms, each further one adds 1 ms; one stream may run in any case."""
+    """A step with one stream takes 20 ms, each further stream adds 1 ms; one stream may run in any case."""
     assert places(64, 0.02, 0.001, tpot_s) == expected
 
 
 def test_without_prefill_workers_the_decode_workers_rates_say_how_many_are_needed() -> None:
-    """A pool that has shrunk to nothing can grow again."""
+    """A prefill pool that has shrunk to zero can grow again, by the decode workers' rates."""
     none = replace(busy(2), pools={"prefill": Pool(), "decode": DECODE})
     assert workers(need_prefill(none, 1000.0, RULES)) == 2

@@ -1,4 +1,4 @@
-"""The autoscaler beside a supervisor: on a real registry with workers that are only objects, and on a real Ray."""
+"""The autoscaler next to a supervisor: on a real registry with workers that are only objects, and on a real Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(mode: str) -> Settings:
 
 
 async def verdict(registry: Registry, true: Callable[[dict[str, object]], bool]) -> dict[str, object]:
-    """What was found of the decode pool, once it is so."""
+    """Waits for a decision about the decode pool that fulfils a condition."""
     async with asyncio.timeout(SOON_S):
         async for _ in registry.changes(every_s=0.02):
             found = json.loads(await registry.scaling() or '{"pools": []}')["pools"]
@@ -46,7 +46,7 @@ async def verdict(registry: Registry, true: Callable[[dict[str, object]], bool])
 
 @asynccontextmanager
 async def scaled(registry: Registry, mode: str, host: FakeHost) -> AsyncIterator[list[float]]:
-    """A supervisor and its autoscaler, whose time is the number in the list."""
+    """A supervisor and its autoscaler, whose clock is the number in the list."""
     now = [0.0]
     await registry.set_wanted({"decode": 1})
     supervisor = Supervisor(host, registry, grace_s=1.0)
@@ -60,7 +60,7 @@ async def scaled(registry: Registry, mode: str, host: FakeHost) -> AsyncIterator
 
 
 async def lives(registry: Registry, host: FakeHost, count: int) -> None:
-    """Until that many workers have been started and are not told to stop."""
+    """Waits until that many workers have been started and not stopped."""
     async with asyncio.timeout(SOON_S):
         async for _ in registry.changes(every_s=0.02):
             if sum(not process.graces for process in host.processes.values()) == count:
@@ -68,7 +68,8 @@ async def lives(registry: Registry, host: FakeHost, count: int) -> None:
 
 
 async def test_load_starts_a_worker_and_its_end_drains_it(registry: Registry) -> None:
-    """16 requests on 10 places: 2 workers. When they are gone the second one stays for the hold, then it drains."""
+    """16 requests on 10 places need 2 workers. When the requests have ended, the second one stays for the hold time and
+    then drains."""
     host = FakeHost()
     async with scaled(registry, "on", host) as now:
         await registry.beat(ROUTER)
@@ -87,7 +88,7 @@ async def test_load_starts_a_worker_and_its_end_drains_it(registry: Registry) ->
 
 
 async def test_a_dry_run_only_says_it(registry: Registry) -> None:
-    """What would be wanted and why is in the registry; the wanted sizes stay."""
+    """A dry run writes the wanted sizes and the reason to the registry, and changes no wanted size."""
     host = FakeHost()
     async with scaled(registry, "dry-run", host):
         await registry.beat(ROUTER)
@@ -99,8 +100,8 @@ async def test_a_dry_run_only_says_it(registry: Registry) -> None:
 
 
 def test_arrivals_are_counted_once_whatever_becomes_of_routers() -> None:
-    """Of a router that is seen for the first time what it counted before came at an unknown time; one that has gone
-    takes nothing back."""
+    """Arrivals that a router counted before it was first seen have an unknown time and do not count; a router that
+    leaves takes nothing back."""
     observer = Observer(None)
 
     def arrived(**counts: int) -> float:
@@ -114,14 +115,14 @@ def test_arrivals_are_counted_once_whatever_becomes_of_routers() -> None:
 
 
 def test_a_draining_workers_requests_need_a_place_elsewhere() -> None:
-    """They count as load; its places do not count as room."""
+    """The requests of a draining worker count as load, and its places do not count as capacity."""
     other = replace(DECODE, worker_id="decode-1", state=State.DRAINING, running=4, blocks_held=30)
     pool = Observer(None).look([ROUTER, DECODE, other], 0.0).pool("decode")
     assert (pool.workers, pool.running, pool.held, pool.places, pool.blocks) == (1, 4, 30, 10, 100)
 
 
 async def test_processes_that_nobody_supervises_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pod an HPA may size the pool: never both."""
+    """Without a supervisor the autoscaler is refused, because in a pod an HPA may size the pool."""
     for name, value in {"MODEL": "m", "AUTOSCALE": "dry-run", "DECODE_MAX": "2"}.items():
         monkeypatch.setenv(f"TANDEM_{name}", value)
     with pytest.raises(SettingsError, match="HPA"):
@@ -130,7 +131,7 @@ async def test_processes_that_nobody_supervises_refuse_it(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("workers_find_the_fake")
 def test_a_real_cluster_grows_under_load_and_shrinks_after_it() -> None:
-    """Requests that hold both places of a decode worker bring a second one; all are answered, also those that began
+    """Requests that hold both places of a decode worker start a second one; all are answered, also those that began
     before the pool grew and end after it has shrunk."""
     given = settings(prefill=0, autoscale="on", decode_max=2, autoscale_hold_s=1.0, max_num_seqs=2)
     with LocalCluster(given, launcher=LAUNCHER, start_timeout_s=START_S) as cluster, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Files and batches on a real Valkey: whose they are, how large they may be, and that each line has one result."""
+"""Files and batches on a real Valkey: who owns them, how large they may be, and that each line has one result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def content(store: BatchStore, tenant: str, file_id: str) -> bytes:
 
 
 async def claimed(store: BatchStore, name: str = "batch_1", tenant: str = "ann", size: int = 100) -> BatchRecord:
-    """A batch with an input of `size` bytes, by its first owner."""
+    """A batch with an input of `size` bytes, claimed by its first owner."""
     await store.add_file(tenant, f"in-{name}", "in.jsonl", "batch", b"x" * size)
     await store.create(tenant, name, f"in-{name}", ASKED | {"output_name": f"out-{name}", "error_name": f"err-{name}"})
     record = await store.claim()
@@ -64,7 +64,7 @@ def result(line: int, text: bytes = b"", completed: bool = True) -> LineResult:
 
 
 async def lose(store: BatchStore, record: BatchRecord) -> BatchRecord:
-    """The same batch with its next owner."""
+    """The same batch, claimed by its next owner."""
     await store.release([record])
     following = await store.claim()
     assert following is not None
@@ -76,7 +76,7 @@ async def lose(store: BatchStore, record: BatchRecord) -> BatchRecord:
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 1])
 async def test_a_file_is_what_was_uploaded(store: BatchStore, size: int) -> None:
-    """Whatever its size, with its name and its times; deleted, nothing of it is left."""
+    """A file of any size has its content, name and times; a deleted file leaves nothing."""
     data = bytes(range(256)) * (size // 256) + b"z" * (size % 256)
     record = await store.add_file("ann", "file-1", "Ünï.jsonl", "batch", data)
     assert (record.filename, record.size, record.expires - record.created) == ("Ünï.jsonl", size, 3600)
@@ -88,7 +88,7 @@ async def test_a_file_is_what_was_uploaded(store: BatchStore, size: int) -> None
 
 
 async def test_a_file_of_another_tenant_is_unknown(store: BatchStore) -> None:
-    """Also to a tenant whose name begins alike, and to a batch of that tenant."""
+    """Also to a tenant whose name has the same prefix, and to a batch of that tenant."""
     await store.add_file("ann", "file-1", "a", "batch", b"secret")
     for other in ("an", "anna", ""):
         with pytest.raises(NotFound):
@@ -101,7 +101,8 @@ async def test_a_file_of_another_tenant_is_unknown(store: BatchStore) -> None:
 
 
 async def test_the_files_of_a_tenant_are_bounded_together(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes and in number; a refused one leaves nothing, a deleted one makes room, other tenants have their own."""
+    """A tenant's files are bounded in bytes and number; a refused one leaves nothing, a deleted one frees its share,
+    and other tenants have their own bounds."""
     await store.add_file("ann", "file-1", "a", "batch", b"x" * 3 * MIB)
     before = await keys(store)
     with pytest.raises(PreconditionFailed) as full:
@@ -117,7 +118,7 @@ async def test_the_files_of_a_tenant_are_bounded_together(store: BatchStore, mon
 
 
 async def test_files_are_forgotten_in_time(store: BatchStore) -> None:
-    """Every key has a time after which it is gone, and a client can only shorten it."""
+    """Every key has an expiry, which a client can only shorten."""
     await store.add_file("ann", "file-1", "a", "batch", b"x", kept_s=10_000.0)
     record = await store.add_file("ann", "file-2", "a", "batch", b"x", kept_s=60.0)
     assert record.expires - record.created == 60
@@ -130,7 +131,8 @@ async def test_files_are_forgotten_in_time(store: BatchStore) -> None:
 
 
 async def test_lists_come_in_pages(store: BatchStore) -> None:
-    """Newest first or last, behind any file, only those of a purpose; a forgotten file is in none."""
+    """A list is sorted by age in either direction, starts after any file, and is restricted to a purpose; expired files
+    are in none."""
     for number in range(5):
         await store.add_file("ann", f"file-{number}", "a", "batch" if number % 2 else "other", b"")
     await store.delete_file("ann", "file-2")
@@ -150,7 +152,8 @@ async def test_lists_come_in_pages(store: BatchStore) -> None:
 
 
 async def test_each_line_has_one_result_whoever_adds_it(store: BatchStore) -> None:
-    """A second result of a line adds nothing, also by the next owner; the first owner can add nothing any more."""
+    """A second result of a line is not added, whether by the first owner or the next; the first owner can add nothing
+    any more."""
     first = await claimed(store)
     assert await store.add(first, [result(0), result(2), result(5, b"bad\n", completed=False)]) is Stored.KEPT
     assert await store.add(first, [result(2, b"again\n"), result(2, b"again\n", completed=False)]) is Stored.KEPT
@@ -173,7 +176,7 @@ async def test_each_line_has_one_result_whoever_adds_it(store: BatchStore) -> No
 async def test_control_without_the_owners_check_two_owners_add_results(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the refusal above is the script's doing."""
+    """Control: the script's comparison of the owner causes the refusal above."""
     first = await claimed(store)
     await lose(store, first)
     unchecked = batch_scripts.ADD_RESULTS.replace(batch_scripts._OWNED, "")
@@ -182,7 +185,7 @@ async def test_control_without_the_owners_check_two_owners_add_results(
 
 
 async def test_an_ended_batch_leaves_only_what_clients_read(store: BatchStore) -> None:
-    """Its copy of the input and the marks of its lines are gone, every key expires, and nobody can change it."""
+    """The copy of its input and the marks of its lines are deleted, every key expires, and no owner can change it."""
     record = await claimed(store)
     await store.add(record, [result(0)])
     assert await store.end(record, BatchStatus.COMPLETED)
@@ -202,14 +205,15 @@ async def test_an_ended_batch_leaves_only_what_clients_read(store: BatchStore) -
 
 
 async def test_a_batch_has_its_own_copy_of_its_input(store: BatchStore) -> None:
-    """Its file may be deleted or expire while the batch waits or runs."""
+    """The input file may be deleted or expire while the batch waits or runs."""
     record = await claimed(store, size=2 * PIECE_BYTES + 7)
     await store.delete_file("ann", "in-batch_1")
     assert b"".join(await store.input(record)) == b"x" * (2 * PIECE_BYTES + 7)
 
 
 async def test_a_cancelled_batch_tells_its_owner(store: BatchStore) -> None:
-    """When the lease is renewed, or by the next owner's claim; its status stays until the final one."""
+    """The owner sees the cancellation when it renews the lease, the next owner when it claims the batch; the status
+    stays until the final one."""
     record = await claimed(store)
     await store.begin(record, BatchStatus.IN_PROGRESS, total=4)
     await store.cancel("ann", "batch_1")
@@ -226,7 +230,7 @@ async def test_a_cancelled_batch_tells_its_owner(store: BatchStore) -> None:
 
 
 async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:
-    """An answer too many is refused and its line has no result; errors, which are short, still have room."""
+    """An answer beyond the bound is refused and its line has no result; errors, which are short, are still accepted."""
     record = await claimed(store)
     most = 4 * MIB // OUTPUT_SHARE
     assert await store.add(record, [result(0, b"x" * (most - 1))]) is Stored.KEPT
@@ -237,7 +241,7 @@ async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:
 
 
 async def test_open_batches_of_a_tenant_are_bounded(store: BatchStore) -> None:
-    """An ended one makes room, and other tenants have theirs."""
+    """An ended batch does not count, and other tenants have their own bound."""
     records = [await claimed(store, f"batch_{number}") for number in range(MAX_OPEN_BATCHES)]
     with pytest.raises(Busy) as full:
         await claimed(store, "batch_more")

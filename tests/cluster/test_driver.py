@@ -1,4 +1,4 @@
-"""What the driver of a Ray that others own does at the end of the supervisor's run."""
+"""What the driver on someone else's Ray does when the supervisor's run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.errors import PreconditionFailed, TandemError, Unavailable, WorkerLo
 
 
 class Supervisor:
-    """Stands for the handle of one whose run has ended."""
+    """A stand-in for the handle of a supervisor whose run has ended."""
 
     def __init__(self, error: TandemError | None) -> None:
         self.ended = 0
@@ -51,8 +51,8 @@ def handlers() -> Iterator[None]:
     ],
 )
 def test_a_supervisor_whose_run_is_over_is_ended(error: TandemError | None, ended: int) -> None:
-    """Its actor would answer each later driver with the same error, also when the reason is gone. One that cannot be
-    reached may run."""
+    """Otherwise its actor would answer each later driver with the same error, also when the cause is gone. A supervisor
+    that cannot be reached may still run."""
     supervisor: Any = Supervisor(error)
     with pytest.raises(type(error) if error else Unavailable):
         driver._follow(supervisor, SimpleQueue())
@@ -60,7 +60,7 @@ def test_a_supervisor_whose_run_is_over_is_ended(error: TandemError | None, ende
 
 
 def test_the_end_of_another_task_leaves_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of the thread that keeps sizes equal."""
+    """Another task that ends, such as the thread that keeps sizes equal, does not end the supervisor."""
     supervisor: Any = Supervisor(None)
     supervisor._run = Future()
     over: Future[None] = Future()
@@ -73,7 +73,7 @@ def test_the_end_of_another_task_leaves_the_supervisor(monkeypatch: pytest.Monke
 
 
 class Ray:
-    """Stands for Ray, and for the actor of a supervisor that ends."""
+    """A stand-in for Ray, and for the actor of a supervisor that ends."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -97,7 +97,7 @@ class Ray:
 def test_a_supervisor_that_is_replaced_gives_its_lease_back_and_ends(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """Whatever it answers: one that does not keeps nobody from replacing it."""
+    """The former supervisor is asked to leave and then killed, whether the request succeeds or fails."""
     ray: Any = Ray(error)
     monkeypatch.setattr(driver, "ray", ray)
     driver._replace(ray)

@@ -1,4 +1,4 @@
-"""The embedded server: private, without a disk, and gone with its parent."""
+"""The embedded server is private, has no disk, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOON_S = 30.0
 
 
 async def test_it_answers_on_a_private_socket_and_opens_no_port(valkey: EmbeddedValkey, directory: Path) -> None:
-    """Only this user can reach it: a unix socket with mode 0700 and no TCP at all."""
+    """Only this user can reach the server: it has a unix socket with mode 0700 and no TCP port."""
     registry = Registry(valkey.url, "test", 1.0)
     assert await registry.ping() < SOON_S
     await registry.close()
@@ -44,7 +44,7 @@ def test_stop_leaves_nothing_and_may_be_repeated(directory: Path) -> None:
 
 
 def test_it_dies_with_a_killed_parent(directory: Path) -> None:
-    """SIGKILL of the parent leaves no server behind."""
+    """SIGKILL of the parent leaves no server."""
     code = (
         "import sys, pathlib; from cluster.state.embedded_valkey import EmbeddedValkey;"
         "v = EmbeddedValkey(pathlib.Path(sys.argv[1])); v.start(); print(v.pid, flush=True); sys.stdin.read()"
@@ -61,7 +61,7 @@ def test_it_dies_with_a_killed_parent(directory: Path) -> None:
 
 
 def test_its_death_is_told_and_it_can_be_started_again(directory: Path) -> None:
-    """A server that was killed is noticed at once; an orderly stop is not a death."""
+    """A killed server is noticed at once; an orderly stop does not count as a death."""
     died = threading.Event()
     server = EmbeddedValkey(directory, on_death=died.set)
     url = server.start()
@@ -75,7 +75,7 @@ def test_its_death_is_told_and_it_can_be_started_again(directory: Path) -> None:
 
 
 def test_a_server_that_cannot_start_says_why(directory: Path) -> None:
-    """The error carries the server's own last words."""
+    """The error has the last lines of the server's output."""
     with pytest.raises(Unavailable, match=r"(?i)socket"):
         EmbeddedValkey(directory / ("x" * 120)).start()
 
@@ -83,8 +83,8 @@ def test_a_server_that_cannot_start_says_why(directory: Path) -> None:
 def test_servers_that_are_killed_before_they_answer_are_started_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One kill after another must not end a cluster, which goes on without its registry meanwhile. Only the death of a
-    server that had answered is reported, so that none is started twice."""
+    """Repeated kills during the start do not end a cluster, which continues without its registry meanwhile. Only the
+    death of a server that had answered is reported, so that none is started twice."""
     deaths: list[int | None] = []
     dead = threading.Event()
 
@@ -118,7 +118,7 @@ def test_servers_that_are_killed_before_they_answer_are_started_again(
 def test_control_without_another_attempt_one_kill_more_is_the_end(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `tandem up` did before."""
+    """Control: with a single attempt, as `tandem up` had before."""
     monkeypatch.setattr("cluster.state.embedded_valkey.RESTART_DELAYS_S", ())
     server = EmbeddedValkey(directory)
     monkeypatch.setattr(server, "_answers", lambda: False)

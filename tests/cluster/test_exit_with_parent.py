@@ -1,4 +1,4 @@
-"""A child that is bound to its parent: the same command in the same process, killed when its parent ends."""
+"""A child process that ends with its parent: the same command in the same process, killed when its parent ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sle
 
 
 def test_the_command_takes_the_place_of_what_starts_it() -> None:
-    """With its arguments, its output and its exit status, under the pid that Popen knows, on the cores that were
+    """The command runs with its arguments, output and exit status, under the pid that Popen has, on the cores that were
     named."""
     core = min(os.sched_getaffinity(0))
     code = "import os, sys; print(os.getpid(), sorted(os.sched_getaffinity(0)), sys.argv[1:]); sys.exit(3)"
@@ -27,7 +27,7 @@ def test_the_command_takes_the_place_of_what_starts_it() -> None:
 
 
 def test_it_is_killed_when_its_parent_is() -> None:
-    """However the parent ends. The control: a child that is not bound goes on."""
+    """The child ends however the parent ends. In the control, a child that is not bound continues."""
     code = (
         "import subprocess, sys, time; from cluster.exit_with_parent import bound_to_parent\n"
         f"command = {SLEEPER!r}\n"
@@ -47,9 +47,9 @@ def test_it_is_killed_when_its_parent_is() -> None:
 
 
 def test_one_whose_parent_is_gone_already_does_not_begin() -> None:
-    """The parent may end between the start and the moment from which the kernel watches it."""
+    """The parent may end between the start of the child and the moment at which the kernel watches it."""
     command = bound_to_parent([sys.executable, "-c", "print('began')"])
-    command[4] = str(2**22 + 1)  # the pid of no process
+    command[4] = str(2**22 + 1)  # a pid that no process has
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout == ""
     assert done.returncode == -9

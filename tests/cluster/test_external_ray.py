@@ -1,4 +1,4 @@
-"""`tandem up` on a Ray that is not its own: it adds actors, takes them away again, and touches nothing else."""
+"""`tandem up` on a Ray that it did not start: it adds actors, removes them, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ except TandemError as error:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[dict[str, str]]:
-    """A Ray head as an administrator would start it; the environment in which it is found."""
-    with tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True) as directory:  # short: of sockets
+    """A Ray head as an administrator would start it; yields the environment in which it is found."""
+    with tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True) as directory:  # short: socket paths
         yield from _head(directory)
 
 
@@ -55,7 +55,7 @@ def _head(directory: str) -> Iterator[dict[str, str]]:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", code, "start", "--head", "--block", "--disable-usage-stats", f"--port={port}"]
     command += ["--include-dashboard=false", "--num-cpus=0", "--object-store-memory=80000000"]
-    command += ['--resources={"decode": 9, "prefill": 9}', "--num-gpus=2"]  # of which there are none: Ray only counts
+    command += ['--resources={"decode": 9, "prefill": 9}', "--num-gpus=2"]  # none exist: Ray only counts them
     ray = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -90,26 +90,26 @@ def ready(up: subprocess.Popen[str]) -> None:
 
 
 def actors(env: dict[str, str]) -> list[psutil.Process]:
-    """Processes of ours on that Ray."""
+    """The processes that Tandem runs on that Ray."""
     found = psutil.Process(int(env["HEAD"])).children(recursive=True)
     return [process for process in found if "Actor" in process.name()]
 
 
 def devices(text: str) -> dict[str, tuple[str, str, str, str]]:
-    """What each worker said about itself: address, device, GPU and the number of workers of its host."""
+    """What each worker reports of itself: address, device, GPU and the number of workers of its host."""
     lines = re.findall(r"(\S+-\d): +on (\S+), device (\w+), GPU (\S+), (\d+) workers here", text)
     return {worker_id: tuple(about) for worker_id, *about in lines}
 
 
 def test_it_comes_and_goes_and_a_second_one_is_refused_without_harm(head: dict[str, str]) -> None:
-    """One supervisor for each cluster name; the refused `up` leaves the running one alone, and Ray outlives both. Each
-    worker has a GPU of its own and listens on its node's address; the router, for which no node has a resource, is
-    where `up` is."""
+    """One supervisor per cluster name; the refused `up` does not affect the running one, and Ray outlives both. Each
+    worker has its own GPU and listens on its node's address; the router, for which no node has a resource, runs where
+    `up` does."""
     up = start_up(head)
     ready(up)
     before = actors(head)
     assert len(before) == 5  # supervisor, owner, router, prefill, decode
-    assert {process.nice() for process in before} == {0}  # the `ray start` was told nothing about it
+    assert {process.nice() for process in before} == {0}  # `ray start` was not given a priority
     second = start_up(head)
     _, err = second.communicate(timeout=START_S)
     assert err.strip().endswith("ALREADY_UP")
@@ -127,8 +127,8 @@ def test_it_comes_and_goes_and_a_second_one_is_refused_without_harm(head: dict[s
 
 
 def test_killed_it_leaves_no_actors(head: dict[str, str]) -> None:
-    """Ray ends the owner with its process, and the supervisor drains and ends itself after its owner. Workers with a
-    share of a GPU are as many on each as their shares allow."""
+    """Ray ends the owner with its process, and the supervisor drains and ends after its owner. Each GPU has as many
+    workers as their shares allow."""
     up = start_up(head | {"TANDEM_GPU_SHARE": "0.5", "TANDEM_PREFILL": "2", "TANDEM_DECODE": "2"})
     ready(up)
     before = actors(head)
@@ -140,7 +140,7 @@ def test_killed_it_leaves_no_actors(head: dict[str, str]) -> None:
 
 
 def test_nobody_at_the_address_is_said_at_once() -> None:
-    """Ray would try for minutes."""
+    """An address without a Ray is reported at once; Ray itself would try for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Unavailable, match=f"no Ray at 127.0.0.1:{port}"):

@@ -1,4 +1,4 @@
-"""The journal of jobs on a real Valkey: who may change what, and what watchers get."""
+"""The journal of jobs on a real Valkey: who may change what, and what watchers receive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(*names: str, digest: str = "d") -> list[Asked]:
 
 
 async def connections(journal: JobJournal) -> int:
-    """That all clients have open at the server."""
+    """The number of open connections at the server, of all clients."""
     async with journal._reads.connection() as client:
         return len(await client.client_list())
 
@@ -58,7 +58,7 @@ async def until_end(journal: JobJournal, name: str) -> list[bytes]:
 
 
 async def test_an_ended_job_cannot_be_changed(kept: JobJournal) -> None:
-    """Not by its owner either: whatever comes behind the end is refused, and the stream stays as it is."""
+    """Not even its owner can change it: whatever follows the end is refused, and the stream stays the same."""
     await kept.submit(asked("/job"))
     assert await kept.append("/job", 1, 0, 2, b"first") is Kept.KEPT
     assert await kept.end("/job", 1, JobState.FINISHED, b"last") is Kept.KEPT
@@ -71,7 +71,7 @@ async def test_an_ended_job_cannot_be_changed(kept: JobJournal) -> None:
 
 
 async def test_of_one_call_all_jobs_are_kept_or_none(kept: JobJournal) -> None:
-    """A job in the middle that cannot be kept leaves nothing of those before it."""
+    """If one job of a call cannot be stored, none of those before it is."""
     await kept.submit(asked("/b", digest="other"))
     with pytest.raises(PreconditionFailed) as differs:
         await kept.submit(asked("/a", "/b", "/c"))
@@ -86,7 +86,7 @@ async def test_of_one_call_all_jobs_are_kept_or_none(kept: JobJournal) -> None:
 
 
 async def test_one_id_twice_in_one_call_is_one_job(kept: JobJournal) -> None:
-    """The same request is one job; two different ones are refused before either is kept."""
+    """The same request twice is one job; two different requests with one id are refused before either is stored."""
     assert await kept.submit(asked("/a", "/a")) == [True, False]
     with pytest.raises(PreconditionFailed):
         await kept.submit([*asked("/b"), *asked("/b", digest="other")])
@@ -94,7 +94,8 @@ async def test_one_id_twice_in_one_call_is_one_job(kept: JobJournal) -> None:
 
 
 async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
-    """Ended ones make room, other tenants have room, and names that begin alike are different tenants."""
+    """Ended jobs do not count, other tenants have their own bound, and names with the same prefix are different
+    tenants."""
     few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=100, most_each=2)
     await few.submit(asked("ann/1", "ann/2"), "ann")
     with pytest.raises(Busy) as full:
@@ -102,14 +103,14 @@ async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
     assert (full.value.reason, full.value.retry_after) == ("TENANT_JOBS", 5.0)
     await few.submit(asked("anna/1", "anna/2"), "anna")
     await few.submit(asked("an/1", "an/2"), "an")
-    await few.submit(asked(*(f"/{number}" for number in range(5))))  # nobody's, where no keys are asked for
+    await few.submit(asked(*(f"/{number}" for number in range(5))))  # without a tenant, as where no keys are required
     await few.end("ann/1", 1, JobState.FINISHED)
     await few.submit(asked("ann/3"), "ann")
     await few.close()
 
 
 async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> None:
-    """No id is the key of anything but its own job."""
+    """An id is never the key of another job."""
     names = ["/x", "/x:events", "/events:/x", "/{x}"]
     await kept.submit(asked(*names))
     for name in names:
@@ -121,7 +122,8 @@ async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> 
 
 
 async def test_all_leases_are_renewed_at_once(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 jobs, each told for itself, in two calls: a slow registry does not cost the last of them its lease."""
+    """600 jobs are renewed in two calls, with a result for each: a slow registry does not cost the last one its
+    lease."""
     names = [f"/{number}" for number in range(600)]
     await kept.submit(asked(*names))
     await kept.cancel("/7")
@@ -143,7 +145,7 @@ async def test_all_leases_are_renewed_at_once(kept: JobJournal, monkeypatch: pyt
 
 
 async def test_only_an_ended_job_can_be_forgotten_before_its_time(kept: JobJournal) -> None:
-    """Nothing is left of it then; one that does not exist is no error."""
+    """A forgotten job leaves nothing; forgetting one that does not exist is no error."""
     await kept.submit(asked("/job"))
     await kept.append("/job", 1, 0, 1, b"first")
     assert await kept.forget("/job")
@@ -157,7 +159,7 @@ async def test_only_an_ended_job_can_be_forgotten_before_its_time(kept: JobJourn
 
 
 async def test_a_released_job_can_be_claimed_at_once(kept: JobJournal) -> None:
-    """Its lease would have lasted seconds."""
+    """A released job is claimed without waiting for its lease to expire."""
     await kept.submit(asked("/job"))
     assert await kept.claim() is None
     await kept.release([("/job", 1)])
@@ -169,8 +171,8 @@ async def test_a_released_job_can_be_claimed_at_once(kept: JobJournal) -> None:
 async def test_a_job_whose_lease_has_ended_stays_its_owners_until_another_claims_it(
     kept: JobJournal, valkey: EmbeddedValkey
 ) -> None:
-    """A router that stood still for longer than a lease, with no other there to take its jobs, goes on; once another
-    has one, the first can change nothing of it."""
+    """A router that was stopped for longer than a lease continues its jobs if no other router claimed them; after a
+    claim it can change nothing of them."""
     late = JobJournal(valkey.url, "test", lease_s=0.0, kept_s=60.0, most=2000, most_each=1500)
     await late.submit(asked("/job"))
     assert await late.append("/job", 1, 0, 1, b"one") is Kept.KEPT
@@ -189,7 +191,7 @@ async def test_a_job_whose_lease_has_ended_stays_its_owners_until_another_claims
 
 
 async def test_each_completion_of_a_job_has_its_own_place(kept: JobJournal) -> None:
-    """Tokens are kept where those before them end, of each completion; the record counts them all."""
+    """The tokens of each completion are stored at its own next position; the record counts them all."""
     await kept.submit(asked("/job"))
     assert await kept.append("/job", 1, 0, 2, b"a") is Kept.KEPT
     assert await kept.append("/job", 1, 0, 3, b"b", choice=1) is Kept.KEPT
@@ -204,7 +206,7 @@ async def test_each_completion_of_a_job_has_its_own_place(kept: JobJournal) -> N
 
 
 async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:
-    """Whoever asks later switches on the same class and reason."""
+    """A later reader gets the same class and reason."""
     await kept.submit(asked("/job"))
     error = Busy("no room", reason="TENANT_TOKENS", field="text", bound="less", retry_after=1.5)
     assert await kept.end("/job", 1, JobState.FAILED, error=error) is Kept.KEPT
@@ -216,7 +218,8 @@ async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:
 
 
 async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
-    """With its next token. A job that has ended stays as it is, and one that nobody knows is not found."""
+    """The owner sees the cancellation when it stores its next token. A job that has ended stays the same, and an
+    unknown one is not found."""
     await kept.submit(asked("/job", "/over"))
     await kept.end("/over", 1, JobState.FINISHED)
     async with kept._reads.connection() as client:
@@ -232,7 +235,7 @@ async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
 
 
 async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None:
-    """With what its watchers got. A job that is forgotten while it is open is nobody's to claim."""
+    """Its stream expires as well. An open job whose record has expired cannot be claimed."""
     brief = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=0.05, most=3)
     await brief.submit(asked("/job", "/gone", "/left"))
     await brief.append("/job", 1, 0, 1, b"first")
@@ -260,8 +263,8 @@ async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None
 
 
 async def test_who_watches_a_silent_job_hears_that_it_is_silent(kept: JobJournal) -> None:
-    """Each time after the time that it names, when it has had what was kept before: it may look whether its client is
-    there."""
+    """A watcher of a silent job is woken after each interval that it names, once it has what was stored before, so that
+    it can check whether its client is still there."""
     await kept.submit(asked("/job"))
     for number in range(3):
         await kept.append("/job", 1, number, number + 1, b"before")
@@ -274,7 +277,8 @@ async def test_who_watches_a_silent_job_hears_that_it_is_silent(kept: JobJournal
 
 
 async def test_watchers_share_connections(kept: JobJournal) -> None:
-    """1,000 of them on 1,000 jobs, and two on each of some, hold as many connections as 10; all get all."""
+    """1,000 watchers of 1,000 jobs, with two on some, use as many connections as 10 watchers, and all get all
+    entries."""
     names = [f"/{number}" for number in range(1000)]
     await kept.submit(asked(*names))
     few = [asyncio.create_task(until_end(kept, name)) for name in names[:10]]
@@ -297,7 +301,8 @@ async def test_watchers_share_connections(kept: JobJournal) -> None:
 
 
 async def test_a_slow_watcher_holds_up_nobody_and_misses_nothing(kept: JobJournal) -> None:
-    """More comes than its tail holds: the other one has everything first, and it has everything in the end."""
+    """When more entries arrive than a slow watcher's buffer holds, the other watcher gets them first, and the slow one
+    gets all of them in the end."""
     await kept.submit(asked("/job"))
     slow = kept.watch("/job", idle_s=60.0)
     taking = asyncio.create_task(anext(slow))
@@ -320,7 +325,7 @@ async def test_a_slow_watcher_holds_up_nobody_and_misses_nothing(kept: JobJourna
 
 
 async def test_a_watcher_that_catches_up_gets_nothing_twice(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had several entries at once, fell behind, and reads on behind the last of them."""
+    """A watcher that got several entries at once and fell behind continues after the last of them."""
     monkeypatch.setattr(stream_watches, "MAX_TAIL_ENTRIES", 4)
     await kept.submit(asked("/job"))
     async with aclosing(kept.watch("/job", idle_s=0.01)) as pages, asyncio.timeout(SOON_S):
@@ -340,7 +345,7 @@ async def test_a_watcher_that_catches_up_gets_nothing_twice(kept: JobJournal, mo
 
 
 async def test_those_who_watch_hear_why_their_router_leaves(kept: JobJournal) -> None:
-    """Else they would wait for a router that has gone."""
+    """Otherwise they would wait for a router that has left."""
     await kept.submit(asked("/job"))
     watcher = asyncio.create_task(until_end(kept, "/job"))
     await reading(kept, 1)
@@ -351,7 +356,7 @@ async def test_those_who_watch_hear_why_their_router_leaves(kept: JobJournal) ->
 
 
 async def test_watchers_hear_at_once_that_the_journal_is_away(kept: JobJournal, valkey: EmbeddedValkey) -> None:
-    """All of them, and they can come back when it is there again."""
+    """All watchers get the error at once, and can watch again when the journal is back."""
     await kept.submit(asked("/a", "/b"))
     watchers = [asyncio.create_task(until_end(kept, name)) for name in ("/a", "/b", "/b")]
     await reading(kept, 2)
@@ -370,7 +375,7 @@ async def test_watchers_hear_at_once_that_the_journal_is_away(kept: JobJournal, 
 
 
 async def test_a_new_watcher_does_not_wait_for_the_read_that_runs(kept: JobJournal) -> None:
-    """The reader blocks for seconds on other jobs; it hears of another one at once."""
+    """A new watcher does not wait for the blocking read on other jobs, which takes seconds."""
     await kept.submit(asked("/silent", "/job"))
     silent = asyncio.create_task(until_end(kept, "/silent"))
     await reading(kept, 1)
@@ -384,7 +389,7 @@ async def test_a_new_watcher_does_not_wait_for_the_read_that_runs(kept: JobJourn
 
 
 async def test_control_without_the_wake_it_waits(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the promptness above is the wake entry's doing."""
+    """Control: the wake entry ends the running read above."""
     await kept.submit(asked("/silent", "/job"))
     silent = asyncio.create_task(until_end(kept, "/silent"))
     await reading(kept, 1)
@@ -409,7 +414,7 @@ def kept_url(journal: JobJournal) -> str:
 
 
 async def reading(journal: JobJournal, streams: int) -> None:
-    """Until the one read waits for so many."""
+    """Waits until the single blocking read waits for that many streams."""
     watches = journal._watches
     await until(lambda: len(watches._streams) >= streams and watches._reading)
 

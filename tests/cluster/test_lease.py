@@ -23,7 +23,7 @@ SHORT_S = 0.8
 
 
 async def test_a_second_supervisor_is_refused_by_name(registry: Registry) -> None:
-    """While the first one renews; the error names the setting."""
+    """A second supervisor is refused while the first one renews its lease; the error names the setting."""
     first, second = Lease(registry, "one", SHORT_S), Lease(registry, "two", SHORT_S)
     await first.take()
     keeping = asyncio.create_task(first.keep())
@@ -44,7 +44,8 @@ async def test_a_lease_that_nobody_renews_is_taken_when_it_ends(registry: Regist
 
 
 async def test_the_next_life_of_a_supervisor_takes_over_at_once(registry: Registry) -> None:
-    """Ray restarts it with the same run; the life before it, if it was only slow, does not take the lease back."""
+    """A supervisor that Ray restarts with the same run id takes the lease at once; the former one, if it was only slow,
+    does not take it back."""
     first, second = Lease(registry, "one"), Lease(registry, "one")
     await first.take()
     async with asyncio.timeout(lease.SUPERVISOR_LEASE_S / 2):
@@ -57,7 +58,8 @@ async def test_the_next_life_of_a_supervisor_takes_over_at_once(registry: Regist
 
 
 async def test_a_lease_outlives_a_registry_that_forgets(valkey: EmbeddedValkey, registry: Registry) -> None:
-    """While the registry is away, and when it comes back empty, its holder goes on and has it again."""
+    """While the registry does not answer, and when it comes back empty, the holder continues and gets the lease
+    again."""
     lease = Lease(registry, "one", SHORT_S)
     await lease.take()
     keeping = asyncio.create_task(lease.keep())
@@ -75,7 +77,7 @@ async def test_a_lease_outlives_a_registry_that_forgets(valkey: EmbeddedValkey, 
 
 
 async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: Registry) -> None:
-    """The second one starts none, and leaves the first one's workers and their records alone."""
+    """The second supervisor starts no worker, and does not touch the first one's workers and records."""
     await registry.set_wanted({"decode": 1})
     hosts = [FakeHost(), FakeHost()]
     first, second = (
@@ -91,12 +93,12 @@ async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: R
     assert not running.done()
     await first.stop(1.0)
     await running
-    assert not await registry._store.client.exists(f"{registry._prefix}:supervisor")  # its lease is given back
+    assert not await registry._store.client.exists(f"{registry._prefix}:supervisor")  # its lease is released
     await Lease(registry, "two").take()
 
 
 async def test_control_without_a_lease_both_start_the_same_worker(registry: Registry) -> None:
-    """So that the refusal above is the lease's doing."""
+    """Control: the lease causes the refusal above."""
     await registry.set_wanted({"decode": 1})
     hosts = [FakeHost(), FakeHost()]
     both = [Supervisor(host, registry, grace_s=1.0) for host in hosts]
@@ -108,7 +110,8 @@ async def test_control_without_a_lease_both_start_the_same_worker(registry: Regi
 
 
 async def test_a_supervisor_that_leaves_gives_its_lease_and_its_workers_to_the_next(registry: Registry) -> None:
-    """As when its settings change: nobody waits until the lease expires, and no worker notices."""
+    """When settings change, for example, the successor does not wait until the lease expires, and no worker is
+    affected."""
     await registry.set_wanted({"decode": 1})
     host = FakeHost()
     supervisor = Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, "one"))
@@ -125,7 +128,7 @@ async def test_a_supervisor_that_leaves_gives_its_lease_and_its_workers_to_the_n
 async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
     valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused before it writes what it wants, which the first one would follow."""
+    """The second cluster is refused before it writes wanted sizes, which the first one would follow."""
     monkeypatch.setattr(lease, "SUPERVISOR_LEASE_S", SHORT_S)
     first = Lease(registry, "one", SHORT_S)
     await first.take()
@@ -139,7 +142,7 @@ async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
 
 
 async def test_a_supervisor_that_sees_another_holder_ends(registry: Registry) -> None:
-    """Its run says why, instead of running workers under ids that another one uses."""
+    """Its run ends with the reason, instead of running workers under ids that another one uses."""
     supervisor = Supervisor(FakeHost(), registry, grace_s=1.0, lease=Lease(registry, "one", SHORT_S))
     running = asyncio.create_task(supervisor.run())
     client, key = registry._store.client, f"{registry._prefix}:supervisor"

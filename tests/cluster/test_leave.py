@@ -1,4 +1,4 @@
-"""The preStop hook of a pod that is a node of Ray, without a Ray. tests/deploy/test_ray.py has it with one."""
+"""The preStop hook of a pod that is a node of Ray, without Ray. tests/deploy/test_ray.py has it with Ray."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEAD, NODE = "10.0.0.1:6379", "10.0.0.2"
 
 
 class Head:
-    """Stands for Ray's, and for the clock: whether the node is alive, one answer after the other, and the last one for
-    ever. None: the head does not answer."""
+    """A stand-in for Ray's head and for the clock. It answers whether the node is alive, one answer after the other,
+    the last one forever. None: the head does not answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Sequence[bool | None]) -> None:
         self.asked: list[tuple[str, float]] = []
@@ -38,7 +38,7 @@ class Head:
 
 
 def test_the_hook_ends_when_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tells Ray again while the head is away or starts again, each time how long the pod still has."""
+    """The hook notifies Ray again while the head is away or restarts, each time with the remaining time of the pod."""
     head = Head(monkeypatch, [True, None, None, True, False])
     assert leave.leave(SETTINGS, HEAD, NODE)
     assert head.asked == [(NODE, 40.0 - second) for second in range(5)]
@@ -48,7 +48,8 @@ def test_the_hook_ends_when_its_node_has(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_hook_ends_in_time_although_its_node_does_not(
     answer: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A head that is away, or a worker that does not end: Kubernetes would kill everything after the pod's grace."""
+    """If the head is away or a worker does not end, the hook still ends before the pod's grace period, at which
+    Kubernetes kills everything."""
     head = Head(monkeypatch, [answer])
     assert not leave.leave(SETTINGS, HEAD, NODE)
     assert head.now == 100.0 + 30.0 + leave.MARGIN_S
@@ -58,7 +59,7 @@ def test_the_hook_ends_in_time_although_its_node_does_not(
 def test_the_hook_of_a_pod_says_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the exit status and a line, which Kubernetes reports as an event of the pod."""
+    """A missing requirement gives an exit status and a line, which Kubernetes reports as an event of the pod."""
     monkeypatch.setattr(leave.tandem_settings, "load", lambda: SETTINGS)
     assert leave.main() == 1
     assert "ray_address and advertise_host" in capsys.readouterr().err

@@ -53,19 +53,19 @@ def workers_find_the_fake() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def strangers() -> set[psutil.Process]:
-    """Children that were there before the cluster (another test file's server)."""
+    """Children that existed before the cluster, such as another test file's server."""
     return set(psutil.Process().children(recursive=True))
 
 
 @pytest.fixture(scope="module")
 def cluster(workers_find_the_fake: None, strangers: set[psutil.Process]) -> Iterator[LocalCluster]:
-    """One cluster for the tests that leave it as they found it."""
+    """One cluster for the tests that leave it unchanged."""
     with LocalCluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S) as running:
         yield running
 
 
 def until(cluster: LocalCluster, true: Callable[[dict[str, Event]], bool]) -> dict[str, Event]:
-    """The workers once they are so, looked at after every event."""
+    """Waits until the workers fulfil a condition, checked after every event."""
     deadline = time.monotonic() + SOON_S
     while not true(cluster.workers):
         assert time.monotonic() < deadline, cluster.workers
@@ -112,13 +112,13 @@ def answers(target: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Ray's segments; other programs on this machine have theirs."""
+    """Ray's shared memory segments; other programs on this machine have their own."""
     return {name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name}
 
 
 def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalCluster) -> None:
-    """All wanted workers are ready, behind no other process of the machine, and nothing that was started can be reached
-    from another machine."""
+    """All wanted workers are ready, with no lower priority than other processes, and nothing that was started can be
+    reached from another machine."""
     assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
     ours = [process for process in psutil.Process().children(recursive=True) if "Actor" in process.name()]
     assert [process.nice() for process in ours] == [0] * 4  # with the supervisor
@@ -130,7 +130,7 @@ def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalC
 
 
 def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
-    """In the place of its agents, which would import Ray and serve nothing here, two scripts without a library run."""
+    """Instead of Ray's agents, which would import Ray and are not needed here, two scripts without a library run."""
     found = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     of_ray = {Path(words[0]).name for words in found if words and "ray/core/src/ray" in words[0]}
     assert of_ray == {"gcs_server", "raylet"}
@@ -142,7 +142,8 @@ def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
 
 
 def test_a_worker_of_our_ray_is_what_ray_asks_for_or_nothing(tmp_path: Path) -> None:
-    """Its script and arguments, in the same process; with an environment to prepare it does not start."""
+    """A Ray worker process runs the script and arguments that Ray passes, in the same process; if it would have to
+    prepare an environment it does not start."""
     script = tmp_path / "worker.py"
     script.write_text("import os, sys; print(os.getpid(), sys.argv[1:])")
     asked = [sys.executable, str(SETUP_WORKER), str(script), "--node=a b", "--language=PYTHON"]
@@ -156,7 +157,7 @@ def test_a_worker_of_our_ray_is_what_ray_asks_for_or_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("worker_id", ["decode-0", "router-0"])
 def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: LocalCluster, worker_id: str) -> None:
-    """SIGKILL is healed without anybody's help; a router comes back on the same port."""
+    """After SIGKILL a worker is restarted without help; a router comes back on the same port."""
     before = cluster.workers[worker_id]
     os.kill(pid(before), signal.SIGKILL)
     after = until(cluster, lambda seen: worker_id in seen and pid(seen[worker_id]) != pid(before))[worker_id]
@@ -165,7 +166,7 @@ def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: LocalCluster
 
 
 def test_pools_grow_and_shrink(cluster: LocalCluster) -> None:
-    """A change of the wanted sizes is all it takes; the ones that stay are not touched."""
+    """A change of the wanted sizes is sufficient; the remaining workers are not touched."""
     kept = incarnation(cluster.workers["decode-0"])
     want(cluster, decode=2)
     seen = until(cluster, lambda seen: "decode-1" in seen)
@@ -178,8 +179,8 @@ def test_pools_grow_and_shrink(cluster: LocalCluster) -> None:
 
 
 def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: LocalCluster) -> None:
-    """What one pool has too many and the other too few is not loaded again: the same process comes back as another
-    worker in another life, also for a supervisor that was restarted meanwhile."""
+    """When one pool has a surplus worker and the other lacks one, no engine is loaded: the same process returns as
+    another worker with another incarnation, also under a supervisor that was restarted meanwhile."""
     want(cluster, decode=2)
     before = until(cluster, lambda seen: "decode-1" in seen)["decode-1"]
     want(cluster, decode=1, prefill=2)
@@ -200,7 +201,7 @@ def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: LocalCluster) 
 
 
 def test_a_drained_worker_is_replaced(cluster: LocalCluster) -> None:
-    """An operator's drain ends a life; the place is filled again."""
+    """An operator's drain ends a worker, and another one is started for it."""
     before = cluster.workers["prefill-0"]
     assert before.started
     host, _, port = before.started.address.rpartition(":")
@@ -210,7 +211,7 @@ def test_a_drained_worker_is_replaced(cluster: LocalCluster) -> None:
 
 
 def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: LocalCluster) -> None:
-    """The supervisor's state is rebuilt from its live workers, which notice nothing."""
+    """The supervisor's state is rebuilt from its live workers, which are not affected."""
     before = {worker_id: incarnation(event) for worker_id, event in cluster.workers.items()}
     kill_supervisor()
     want(cluster, decode=2)  # only a live supervisor does this
@@ -221,7 +222,7 @@ def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: LocalClust
 
 
 def test_a_killed_registry_comes_back(cluster: LocalCluster) -> None:
-    """The embedded Valkey is restarted, empty, and filled again by those who live."""
+    """The embedded Valkey is restarted empty and filled again by the live processes."""
     assert cluster._valkey
     before = cluster._valkey.pid
     assert before
@@ -237,7 +238,8 @@ def test_a_killed_registry_comes_back(cluster: LocalCluster) -> None:
 
 
 def test_stop_leaves_nothing_behind(cluster: LocalCluster, strangers: set[psutil.Process]) -> None:
-    """No process, no port, no file; once more changes nothing. The last test of the shared cluster."""
+    """A stop leaves no process, no port and no file, and a second stop changes nothing. The last test of the shared
+    cluster."""
     processes, directory = set(psutil.Process().children(recursive=True)) - strangers, cluster.directory
     assert directory
     assert directory.exists()
@@ -250,8 +252,8 @@ def test_stop_leaves_nothing_behind(cluster: LocalCluster, strangers: set[psutil
 
 
 def test_the_pools_of_several_models_are_sized_apart() -> None:
-    """Each has a supervisor and a cluster of its own in the registry; one goes to zero and back, and the workers of the
-    other are the same all the time. At the end nothing is left."""
+    """Each model has its own supervisor and its own cluster in the registry; one is scaled to zero and back while the
+    workers of the other stay the same. At the end nothing is left."""
     models = {"one": {"model": "fake", "decode": 2}, "two": {"model": "fake", "prefill": 0}}
     before = set(psutil.Process().children(recursive=True))
     given = Settings(models=models, port=0, drain_grace_s=2.0)
@@ -270,13 +272,13 @@ def test_the_pools_of_several_models_are_sized_apart() -> None:
 def test_a_spare_becomes_the_worker_that_is_missing(
     strangers: set[psutil.Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A new worker is a process that was prepared before; the next spare comes afterwards, and a restarted supervisor
-    knows it. One that is dead when it is needed is replaced. At the end none is left."""
+    """A new worker is a process that was prepared before; the next spare follows, and a restarted supervisor knows it.
+    A spare that is dead when it is needed is replaced. At the end none is left."""
     monkeypatch.setenv("FAKE_SPARES", str(tmp_path))
     known: set[int] = set()
 
     def prepared() -> int:
-        """The process of a spare that was not there before."""
+        """The process of a spare that did not exist before."""
         deadline = time.monotonic() + SOON_S
         while not (found := {int(path.name) for path in tmp_path.iterdir()} - known):
             assert time.monotonic() < deadline
@@ -306,8 +308,8 @@ def test_a_spare_becomes_the_worker_that_is_missing(
 
 
 def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """`tandem up` says what the worker said and does not wait for its timeout. The logs of a failed start stay, and a
-    line says where; nothing else of the run does."""
+    """`tandem up` reports the worker's error and does not wait for its timeout. The logs of a failed start are kept,
+    and a line says where; nothing else of the run is."""
     monkeypatch.setenv("FAKE_REFUSE", "decode")
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
     before = set(psutil.Process().children(recursive=True))
@@ -325,7 +327,8 @@ def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.Mo
 def test_a_run_directory_that_is_not_private_is_refused(
     monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path, taken: str
 ) -> None:
-    """Its name can be guessed, in a folder where everybody may write: its owner could be the cluster's registry."""
+    """The directory's name can be guessed, in a folder where every user may write, so its owner could provide the
+    cluster's registry."""
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
     private = run_directory.create()
     assert run_directory.create() == private
@@ -343,7 +346,7 @@ def test_a_run_directory_that_is_not_private_is_refused(
 
 
 def test_a_run_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Whatever its mode."""
+    """With any mode."""
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
     run_directory.create()
     monkeypatch.setattr(run_directory.os, "getuid", lambda: -1)
@@ -352,7 +355,7 @@ def test_a_run_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """A cluster that fails at every start does not fill the disk."""
+    """The logs of a cluster that fails at every start do not fill the disk."""
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
     for number in range(2 * run_directory.MAX_FAILED_RUNS):
         run = directory / f"tandem-{number}-1"
@@ -365,7 +368,7 @@ def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, dir
 
 
 def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """One sentence that names the setting."""
+    """The error is one sentence that names the setting."""
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="logs cannot be kept") as caught:
         LocalCluster(settings(logs=tmp_path / "file" / "logs"), launcher=LAUNCHER).start()
@@ -373,7 +376,7 @@ def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_p
 
 
 def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose process dies again and again is retried, reported, and not waited for without end."""
+    """A worker whose process dies again and again is retried, reported, and not waited for beyond the timeout."""
     monkeypatch.setenv("FAKE_CRASH", "prefill")
     lines: list[str] = []
 
@@ -397,7 +400,7 @@ def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_in_use_is_refused_before_anything_starts() -> None:
-    """One sentence that names the setting."""
+    """The error is one sentence that names the setting."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"port {port}") as caught:
@@ -406,7 +409,7 @@ def test_a_port_in_use_is_refused_before_anything_starts() -> None:
 
 
 def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """No registry and no Ray for a path that is no checkpoint."""
+    """No registry and no Ray is started for a path that is not a checkpoint."""
     lines: list[str] = []
     for model in (tmp_path / "missing", tmp_path):
         with pytest.raises(CheckpointRefused, match=str(model)):
@@ -416,7 +419,7 @@ def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> N
 
 @pytest.fixture
 def ups() -> Iterator[list[subprocess.Popen[str]]]:
-    """Those that a test starts. What a failed test leaves would run beside all tests after it."""
+    """The `tandem up` processes of a test. Those that a failed test leaves would run during all tests after it."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for up in started:
@@ -425,7 +428,7 @@ def ups() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start_up(ups: list[subprocess.Popen[str]], *before: str) -> tuple[subprocess.Popen[str], str]:
-    """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
+    """Starts `tandem up` in its own process group, as in a terminal, and returns it with its ready line."""
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if nohup runs the tests
     try:
         up = subprocess.Popen(
@@ -450,8 +453,8 @@ def start_up(ups: list[subprocess.Popen[str]], *before: str) -> tuple[subprocess
 def test_ctrl_c_in_a_terminal_drains_and_returns_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
 ) -> None:
-    """The signal reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly. Where
-    the logs of every run are asked for, they are kept."""
+    """The signal reaches the whole process group, as from a terminal; the orderly stop still happens, without errors in
+    the output. If the logs of every run are requested, they are kept."""
     monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
     up, target = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
@@ -485,8 +488,8 @@ def test_under_nohup_it_outlives_its_terminal(ups: list[subprocess.Popen[str]]) 
 def test_the_end_of_the_terminal_drains_and_a_second_signal_ends_the_grace(
     monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
 ) -> None:
-    """SIGHUP reaches the whole group, and the orderly stop begins all the same; a worker that needs its whole grace is
-    cut off when asked twice, and still nothing is left."""
+    """SIGHUP reaches the whole process group, and the orderly stop still happens; a second signal cuts off a worker
+    that needs its whole grace period, and still nothing is left."""
     monkeypatch.setenv("FAKE_BUSY", "decode")
     up, _ = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
@@ -505,8 +508,8 @@ def test_the_end_of_the_terminal_drains_and_a_second_signal_ends_the_grace(
 def test_sigkill_of_up_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ups: list[subprocess.Popen[str]]
 ) -> None:
-    """However `tandem up` ends: no process, no port, no shared memory, no folder within seconds. The guard keeps the
-    logs, where that is asked for."""
+    """After SIGKILL of `tandem up` no process, port, shared memory or folder is left within seconds. The guard keeps
+    the logs if the setting says so."""
     monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
     up, target = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)

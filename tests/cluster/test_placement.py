@@ -1,4 +1,4 @@
-"""Where a process of a cluster may run, and its settings there."""
+"""The node on which a process of a cluster may run, and its settings there."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def offering(node: Node, **resources: float) -> Node:
 
 
 def test_on_a_plain_ray_workers_run_anywhere_and_routers_where_up_is() -> None:
-    """Nobody has to offer a resource."""
+    """Without resources of pools, a node need not offer any."""
     assert needs({"decode"}, settings(), [A, B], HOME).resources == {}
     assert needs({"decode"}, settings(), [A, B], HOME).node == ""
     assert needs({"router"}, settings(), [A, B], HOME).node == "a"
 
 
 def test_a_resource_that_a_node_offers_is_needed() -> None:
-    """Of a router too, which may then run on another host; a spare needs those of both pools."""
+    """If a node offers a pool's resource, processes of that pool need it, routers too, which may then run on another
+    host; a spare needs the resources of both pools."""
     nodes = [A, offering(B, decode=1, prefill=2, router=1)]
     assert needs({"decode"}, settings(), nodes, HOME).resources == {"decode": 1}
     assert needs({"router"}, settings(), nodes, HOME) == needs({"router"}, settings(), nodes[::-1], HOME)
@@ -40,8 +41,8 @@ def test_a_resource_that_a_node_offers_is_needed() -> None:
 
 
 def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None:
-    """Else the first workers of a RayCluster would start on its head, whose pod has nothing for them, or on a node of
-    the other pool. What asks for it makes Ray's autoscaler add the node."""
+    """Otherwise the first workers of a RayCluster would start on its head, whose pod has no resources for them, or on a
+    node of the other pool. The request makes Ray's autoscaler add the node."""
     on_demand = Placement("", pools_only=True)
     for nodes in ([A], [A, offering(B, decode=1)]):
         assert needs({"prefill"}, settings(), nodes, on_demand).resources == {"prefill": 1}
@@ -49,8 +50,8 @@ def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None
 
 
 def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
-    """It takes what the pod offers of both pools, so no second one is placed there, and it may change its pool. The
-    control: by its own pool alone it would leave room for a worker of the other."""
+    """A worker takes what the pod offers of both pools, so no second one is placed there, and it may change its pool.
+    In the control, with its own pool alone, a worker of the other pool would fit as well."""
     nodes = [A, offering(B, decode=1, prefill=1)]
     either = Placement("", pools_only=True, either_pool=True)
     for some in ([A], nodes):
@@ -65,14 +66,14 @@ def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
     ("device", "gpus", "wanted"), [("auto", 0, 0), ("auto", 1, 0.5), ("cpu", 1, 0), ("cuda", 0, 0.5)]
 )
 def test_gpus_are_needed_where_there_are_some_or_the_setting_says_so(device: str, gpus: int, wanted: float) -> None:
-    """Never by a router; with cuda and without a GPU a worker waits rather than run on the CPU."""
+    """A router never needs a GPU; with device = cuda and without a GPU a worker waits and does not run on the CPU."""
     nodes, own = [A, offering(B, GPU=gpus)], settings(device=device, gpu_share=0.5)
     assert needs({"decode"}, own, nodes, HOME).gpus == wanted
     assert needs({"router"}, own, nodes, HOME).gpus == 0
 
 
 def test_a_worker_listens_on_its_node_and_a_router_at_home_as_the_settings_say() -> None:
-    """IPv6 too; a wildcard stays one, and the others are told the node's address."""
+    """Also with IPv6; a wildcard address is kept, and the node's address is advertised."""
     own = settings(host="127.0.0.1", device="cpu")
     worker = here("decode", own, B, [A, B], HOME, [])
     assert (worker.host, worker.advertise_host) == ("fd00::2", "fd00::2")
@@ -86,13 +87,14 @@ def test_a_worker_listens_on_its_node_and_a_router_at_home_as_the_settings_say()
 
 
 def test_without_an_assigned_gpu_a_worker_uses_none() -> None:
-    """Two workers that each took the first GPU of their host would share it by accident."""
+    """Otherwise two workers would both take the first GPU of their host."""
     assert here("decode", settings(), A, [A], HOME, []).device == "cpu"
     assert here("decode", settings(), A, [A], HOME, ["1"]).device == "auto"
 
 
 def test_cores_are_shared_by_the_workers_that_a_host_may_get() -> None:
-    """As many as its resources admit, otherwise an even share, never none; a number in the settings is kept."""
+    """Each worker gets an even share of the cores, by the number of workers that the host's resources admit, and at
+    least one; a number in the settings is kept."""
     assert [workers_on(node, [A, B], HOME) for node in (A, B)] == [2, 2]
     nodes = [offering(A, prefill=1), offering(B, decode=9)]
     assert [workers_on(node, nodes, HOME) for node in nodes] == [1, 4]
@@ -104,7 +106,8 @@ def test_cores_are_shared_by_the_workers_that_a_host_may_get() -> None:
 
 @pytest.mark.parametrize("url", ["unix:///run/valkey.sock", "redis://127.0.0.1:6379/0", "rediss://:pw@localhost:6379"])
 def test_a_registry_that_other_hosts_cannot_reach_is_refused_if_there_are_some(url: str) -> None:
-    """The sentence says what to do, and not the password. On one host nothing may run elsewhere then."""
+    """The error says what to do and does not contain the password. On a single host no worker may run elsewhere
+    then."""
     with pytest.raises(SettingsError, match="start a Valkey or Redis that all hosts reach") as refused:
         check_registry(url, A, [A, B])
     assert ":pw" not in refused.value.message
@@ -114,7 +117,7 @@ def test_a_registry_that_other_hosts_cannot_reach_is_refused_if_there_are_some(u
 
 
 def test_too_few_gpus_are_refused_at_once_on_this_machine_alone() -> None:
-    """With what to change; shares of one GPU count whole ones."""
+    """The error says what to change; shares of one GPU count whole GPUs."""
     two = [(Settings(model="fake"), {"router": 1, "prefill": 1, "decode": 1})]
     with pytest.raises(SettingsError, match="2 workers need 2 GPUs, and Ray finds 1 here"):
         check_gpus(two, [offering(A, GPU=1)])

@@ -1,4 +1,4 @@
-"""The sizes of pools as objects of Kubernetes, against an API server that has only what is asked of it."""
+"""The sizes of pools as Kubernetes objects, with an API server that implements only what the code uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ApiServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def scale(self, pool: str, size: int) -> None:
-        """`kubectl scale`, an HPA and KEDA write the scale subresource, which changes only this."""
+        """`kubectl scale`, an HPA and KEDA write the scale subresource, which changes only the size."""
         known = self.objects[f"demo-{pool}"]
         known["spec"]["replicas"] = size
         known["metadata"]["resourceVersion"] = str(int(known["metadata"]["resourceVersion"]) + 1)
@@ -96,7 +96,7 @@ def api(server: ApiServer, tmp_path: Path) -> Api:
 @pytest.mark.parametrize(
     ("replicas", "agreed", "wanted", "follows", "size"),
     [
-        (1, None, 3, True, 3),  # the first look: the registry's
+        (1, None, 3, True, 3),  # the first round: the registry's
         (3, 3, 3, True, 3),
         (5, 3, 3, True, 5),  # kubectl scale, an HPA or KEDA
         (3, 3, 4, True, 4),  # tandem scale
@@ -110,15 +110,17 @@ def api(server: ApiServer, tmp_path: Path) -> Api:
 def test_whoever_changed_the_size_is_followed(
     replicas: int, agreed: int | None, wanted: int, follows: bool, size: int
 ) -> None:
-    """Of the object and the registry; a size that is not permitted, or another's, is put back."""
+    """The driver follows whichever of object and registry has changed; a size that is not permitted, or that another
+    owner sets, is reverted."""
     assert agree(PoolObject(replicas, agreed, "1"), wanted, 1, follows) == size
 
 
 async def test_every_way_to_scale_ends_at_the_same_sizes(
     server: ApiServer, api: Api, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The object of a pool gets the registry's size first. Then `kubectl scale` changes the wanted size, `tandem scale`
-    the object, and a size that a pool may not have neither. An upgrade of the chart writes the object like kubectl."""
+    """A pool's object first gets the registry's size. Then `kubectl scale` changes the wanted size, `tandem scale`
+    changes the object, and a size that a pool may not have changes neither. An upgrade of the chart writes the object
+    like kubectl."""
     monkeypatch.setattr("cluster.kuberay.pool_objects.EVERY_S", 0.05)
     await registry.set_wanted({"prefill": 2, "decode": 3})
     running = asyncio.create_task(PoolObjects(api, registry, "demo", follows=True).run())
@@ -169,7 +171,7 @@ async def test_a_change_between_reading_and_writing_is_not_lost(
 
 
 async def test_without_an_api_server_the_sizes_stay(api: Api, registry: Registry, tmp_path: Path) -> None:
-    """It does not answer, refuses the account, or answers nonsense: each is an error that is logged, and changes no
+    """An API server that does not answer, refuses the account, or answers nonsense causes a logged error and changes no
     size."""
     await registry.set_wanted({"prefill": 1, "decode": 2})
     unreachable = Api("http://127.0.0.1:9", tmp_path)

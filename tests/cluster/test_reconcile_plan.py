@@ -1,4 +1,4 @@
-"""The plan: what is started and stopped, for any wanted, any seen and any failures."""
+"""The plan of starts and stops, for any wanted sizes, any observation and any failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seen(phases: dict[str, Phase], *, can_switch_role: bool = False) -> list[Liv
 
 
 def carry_out(todo: Plan, phases: dict[str, Phase]) -> dict[str, Phase]:
-    """The world once everything that was begun has ended."""
+    """The observed workers once everything that was begun has ended."""
     left = {worker_id: Phase.READY for worker_id, phase in phases.items() if phase is not Phase.STOPPING}
     gone, come = {one for one, _ in todo.switch} | {*todo.stop}, [place for _, place in todo.switch] + [*todo.start]
     return {key: value for key, value in left.items() if key not in gone} | dict.fromkeys(come, Phase.READY)
@@ -48,7 +48,7 @@ def serving(phases: dict[str, Phase]) -> Counter[str]:
 def test_a_plan_never_starts_more_than_wanted_and_never_one_id_twice(
     wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
 ) -> None:
-    """However the world looks, a plan does not overshoot, and an id in use stays with its worker."""
+    """For any observation, a plan does not overshoot, and an id in use stays with its worker."""
     todo = plan(wanted, seen(phases), backoffs, now)
     assert len(set(todo.start)) == len(todo.start)
     assert not set(todo.start) & set(phases)
@@ -71,7 +71,8 @@ def test_without_failures_one_plan_reaches_what_is_wanted_and_the_next_is_empty(
 def test_a_worker_turns_rather_than_that_one_is_started_and_another_stopped(
     wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
 ) -> None:
-    """As often as both are to be done; otherwise the plan is what it would be without turning."""
+    """A role switch replaces each pair of a start and a stop; otherwise the plan is the same as without role
+    switches."""
     without, todo = (
         plan(wanted, seen(phases, can_switch_role=can_switch), backoffs, now) for can_switch in (False, True)
     )
@@ -86,7 +87,7 @@ def test_a_worker_turns_rather_than_that_one_is_started_and_another_stopped(
 def test_a_plan_that_leaves_places_empty_says_when_to_look_again(
     wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
 ) -> None:
-    """A held back place is never forgotten: it has a time in the future, and then it is filled."""
+    """A delayed start is never forgotten: it has a time in the future, at which it happens."""
     todo = plan(wanted, seen(phases), backoffs, now)
     after = serving(carry_out(todo, phases))
     if any(after[role] < size for role, size in wanted.items()):
@@ -106,8 +107,8 @@ def test_the_highest_numbers_go_first_and_the_lowest_free_number_is_taken() -> N
 
 
 def test_only_who_serves_and_can_do_it_turns() -> None:
-    """A decode worker too many and a prefill worker too few: one that is still starting, or whose engine cannot serve
-    the other pool, ends, and another one is started."""
+    """With a surplus decode worker and a missing prefill worker, a worker that is still starting, or whose engine
+    cannot serve the other pool, ends, and another one is started."""
     two = {"decode-0": Phase.READY, "decode-1": Phase.READY}
     wanted = {"decode": 1, "prefill": 1}
     assert plan(wanted, seen(two, can_switch_role=True), {}, 0.0) == Plan(switch=(("decode-1", "prefill-0"),))
@@ -125,7 +126,7 @@ def test_a_draining_worker_keeps_its_id_and_does_not_count() -> None:
 
 
 def test_a_failing_place_is_not_evaded_through_a_higher_number() -> None:
-    """Otherwise a crash loop would be as fast as the machine, under ever new names."""
+    """Otherwise a crash loop would run at full speed under ever new ids."""
     todo = plan({"prefill": 1}, [], {"prefill-0": Backoff(3, retry_at=9.0)}, now=5.0)
     assert todo == Plan(retry_at=9.0)
 
@@ -138,13 +139,13 @@ def test_a_role_whose_size_is_unknown_is_left_alone() -> None:
 
 
 def test_unknown_roles_are_nobodys() -> None:
-    """A stray field in the registry starts nothing."""
+    """An unknown field in the registry starts nothing."""
     assert plan({"gpu": 3}, [], {}, 0.0) == Plan()
 
 
 @given(st.lists(st.floats(0, STABLE_S, exclude_max=True), min_size=1, max_size=200))
 def test_delays_grow_within_their_bounds(lives: list[float]) -> None:
-    """From 0.2 s to 30 s, doubling, for any length of a crash loop."""
+    """Delays double from 0.2 s to 30 s, for a crash loop of any length."""
     backoff, last = Backoff(), 0.0
     for ready_for in lives:
         backoff = backoff.ended(0.0, ready_for)
@@ -154,11 +155,11 @@ def test_delays_grow_within_their_bounds(lives: list[float]) -> None:
 
 
 def test_a_stable_life_clears_the_failures() -> None:
-    """A worker that dies once a day comes back at once, every day."""
+    """A worker that dies once a day is restarted at once, every day."""
     assert Backoff(9, 0.0).ended(100.0, ready_for=STABLE_S) == Backoff(1, 100.0 + MIN_BACKOFF_S)
 
 
 def test_a_worker_that_does_not_serve_yet_goes_before_one_that_does() -> None:
-    """Scaling down to one while the other is still starting must not leave nobody."""
+    """Scaling down to one while the other worker is still starting must not leave none that serves."""
     phases = {"decode-0": Phase.STARTING, "decode-1": Phase.READY}
     assert plan({"decode": 1}, seen(phases), {}, 0.0).stop == ("decode-0",)

@@ -69,13 +69,13 @@ def answers(port: int) -> None:
 
 
 async def works(url: str) -> None:
-    """Everything that a cluster does with its registry, once."""
+    """Uses everything that a cluster does with its registry, once."""
     registry = Registry(url, "test", ttl_s=5.0)
     changes = registry.changes(every_s=60.0)
     async with asyncio.timeout(SOON_S):
         await anext(changes)
         hearing = asyncio.ensure_future(anext(changes))
-        while not hearing.done():  # it hears nothing before it has subscribed
+        while not hearing.done():  # messages before the subscription are lost
             await registry.beat(RECORD, announce=True)
             await asyncio.wait({hearing}, timeout=0.1)
         [found] = await registry.workers()
@@ -163,7 +163,7 @@ async def test_a_redis_cluster_of_three_nodes() -> None:
 
 
 async def join(ports: dict[int, int]) -> None:
-    """The nodes on these ports, each with that of its bus, become one cluster."""
+    """The nodes on these ports, each with its bus port, become one cluster."""
     stores = [RedisStore(f"redis://127.0.0.1:{port}", most=1) for port in ports]
     borders = [16384 * number // len(ports) for number in range(len(ports) + 1)]
     for store, first, behind in zip(stores, borders, borders[1:], strict=False):
@@ -219,7 +219,7 @@ async def test_a_master_that_sentinels_replace() -> None:
 
 
 async def replicated(port: int, guard: int) -> None:
-    """Until the replica has everything and the sentinel knows of it."""
+    """Waits until the replica has everything and the sentinel knows it."""
     store, sentinel = (
         RedisStore(f"redis://:{SECRET}@127.0.0.1:{port}", most=1),
         RedisStore(f"redis://127.0.0.1:{guard}", most=1),
@@ -258,7 +258,7 @@ async def test_an_encrypted_server(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def encrypted(outer: int, inner: int, cert: Path, key: Path) -> AsyncIterator[None]:
-    """TLS in front of a server: the embedded Valkey is built without it."""
+    """A TLS proxy in front of a server, because the embedded Valkey is built without TLS."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
     open_ones: set[asyncio.Task[Any]] = set()
@@ -290,7 +290,7 @@ async def encrypted(outer: int, inner: int, cert: Path, key: Path) -> AsyncItera
 
 
 async def unanswered(url: str) -> None:
-    """Unavailable, and nobody reads the password in the message."""
+    """Checks that a call raises Unavailable without the password in the message."""
     registry = Registry(url, "test", ttl_s=5.0)
     with pytest.raises(Unavailable) as refused:
         await registry.workers()
@@ -310,7 +310,7 @@ async def unanswered(url: str) -> None:
     ],
 )
 def test_a_url_that_means_nothing_is_refused_without_its_password(url: str) -> None:
-    """The error names the setting and the forms that there are."""
+    """The error names the setting and the possible forms."""
     with pytest.raises(SettingsError) as refused:
         RedisStore(url, most=1)
     assert refused.value.field == "redis"
@@ -319,7 +319,7 @@ def test_a_url_that_means_nothing_is_refused_without_its_password(url: str) -> N
 
 
 def test_settings_do_not_show_the_url() -> None:
-    """They are written to logs and to Ray's, and the URL has the password."""
+    """Settings are written to Tandem's and Ray's logs, and the URL has the password."""
     assert SECRET not in repr(Settings(model="m", redis=f"redis://:{SECRET}@h"))
 
 

@@ -1,4 +1,5 @@
-"""The registry on a real Valkey: what is written comes back, expires, wakes others, and fails in our words."""
+"""The registry on a real Valkey: records are read as written, expire, wake followers, and fail with errors of the
+tree."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SOON_S = 5.0
 
 
 async def workers_once(registry: Registry, wanted: int) -> list[WorkerRecord]:
-    """The workers as soon as there are so many, looked at after every change."""
+    """The workers as soon as there are that many, checked after every change."""
     async with asyncio.timeout(SOON_S):
         async for _ in registry.changes(every_s=0.05):
             try:
@@ -38,7 +39,7 @@ async def workers_once(registry: Registry, wanted: int) -> list[WorkerRecord]:
 
 
 async def test_a_record_comes_back_as_it_was_written(registry: Registry) -> None:
-    """Every field survives, and the beat carries the time."""
+    """Every field is kept, and the heartbeat has the time."""
     await registry.beat(RECORD)
     [found] = await registry.workers()
     assert replace(found, beat=0.0) == RECORD
@@ -46,7 +47,7 @@ async def test_a_record_comes_back_as_it_was_written(registry: Registry) -> None
 
 
 def test_what_a_record_does_not_say_is_not_known() -> None:
-    """As of a worker of an older version: no speed, no size of a token, no load."""
+    """Fields that a worker of an older version does not write are unknown: rates, bytes of a token, load."""
     needed = ("worker_id", "role", "state", "pid", "incarnation", "address")
     text = json.dumps({name: value for name, value in asdict(RECORD).items() if name in needed})
     found = WorkerRecord.parse(text)
@@ -67,8 +68,8 @@ UNREADABLE = {
 async def test_a_record_that_cannot_be_read_hides_no_other_worker(
     registry: Registry, valkey: EmbeddedValkey, value: str | bytes
 ) -> None:
-    """While workers are upgraded one after another, some write what the older ones do not understand. A view goes on,
-    and follows what changes after it."""
+    """During an upgrade some workers write records that older processes cannot read. A view keeps the others, and
+    follows later changes."""
     view = WorkerLiveness(registry, refresh_s=5.0)
     async with redis.Redis.from_url(valkey.url) as others, asyncio.timeout(SOON_S):
         await registry.beat(RECORD)
@@ -113,7 +114,7 @@ async def test_a_heartbeat_outlives_the_ttl_and_withdraws_at_the_end(valkey: Emb
 
 
 async def test_wanted_sizes_come_back(registry: Registry) -> None:
-    """A role that is set again is replaced, others stay."""
+    """A role that is set again is replaced, and others stay."""
     await registry.set_wanted({"decode": 2, "prefill": 1})
     await registry.set_wanted({"decode": 3})
     assert await registry.wanted() == {"decode": 3, "prefill": 1}
@@ -122,7 +123,7 @@ async def test_wanted_sizes_come_back(registry: Registry) -> None:
 
 
 async def test_the_autoscalers_verdicts_come_back_and_expire(registry: Registry, valkey: EmbeddedValkey) -> None:
-    """Of an autoscaler that has gone nothing is said: the server forgets its verdicts by itself."""
+    """The decisions of an autoscaler that has ended expire at the server."""
     assert await registry.scaling() is None
     await registry.publish_scaling("prefill 2: 3 wait")
     assert await registry.scaling() == "prefill 2: 3 wait"
@@ -132,7 +133,8 @@ async def test_the_autoscalers_verdicts_come_back_and_expire(registry: Registry,
 
 
 async def test_many_records_are_read_some_at_a_time(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader relays tokens on the same event loop. The control: with a larger slice nothing runs in between."""
+    """Records are parsed in slices, because the reader relays tokens on the same event loop. In the control, with a
+    larger slice, nothing runs in between."""
     for number in range(9):
         await registry.beat(replace(RECORD, worker_id=f"decode-{number}"))
     turns, seen = 0, set[int]()
@@ -161,7 +163,7 @@ async def test_many_records_are_read_some_at_a_time(registry: Registry, monkeypa
 
 
 async def test_a_change_wakes_those_who_wait(registry: Registry) -> None:
-    """An announced change arrives long before the interval."""
+    """An announced change arrives long before the refresh interval."""
     changes = registry.changes(every_s=60.0)
     async with asyncio.timeout(SOON_S):
         await anext(changes)  # at once
@@ -185,7 +187,7 @@ async def test_clusters_on_one_server_do_not_see_each_other(valkey: EmbeddedValk
 async def test_a_stopped_server_is_unavailable_and_a_restarted_one_is_used_again(
     valkey: EmbeddedValkey, registry: Registry
 ) -> None:
-    """Losing the registry is an error of the tree, and passes when it is back, without a new connection by hand."""
+    """A lost registry raises Unavailable, and works again when it is back, without a new connection by the caller."""
     await registry.beat(RECORD)
     valkey.stop()
     with pytest.raises(Unavailable, match="registry"):
@@ -197,7 +199,7 @@ async def test_a_stopped_server_is_unavailable_and_a_restarted_one_is_used_again
 
 
 async def test_a_heartbeat_survives_a_restart_of_the_server(valkey: EmbeddedValkey, registry: Registry) -> None:
-    """Workers come back into an empty registry by themselves."""
+    """Workers write their records into an empty registry again."""
     heartbeat = Heartbeat(registry, lambda: RECORD, interval_s=0.05)
     await heartbeat.start()
     valkey.stop()
@@ -210,7 +212,7 @@ async def test_a_heartbeat_survives_a_restart_of_the_server(valkey: EmbeddedValk
 async def test_a_heartbeat_begins_while_the_server_is_away(
     valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch, patient: bool
 ) -> None:
-    """A worker that has loaded outlives a moment without a registry. The control does not try again."""
+    """A worker that has loaded tolerates a short absence of the registry. The control does not try again."""
     monkeypatch.setattr(heartbeats, "START_S", SOON_S if patient else 0.0)
     beat, failed = registry.beat, asyncio.Event()
 
@@ -238,7 +240,7 @@ async def test_a_heartbeat_begins_while_the_server_is_away(
 
 
 async def test_a_heartbeat_stops_while_the_server_is_away(valkey: EmbeddedValkey, registry: Registry) -> None:
-    """A worker's end never waits for a registry that is gone: the client library may lose a cancellation."""
+    """A worker's end never waits for a registry that does not answer: the client library may lose a cancellation."""
     valkey.stop()
     for _ in range(20):
         beating = asyncio.create_task(Heartbeat(registry, lambda: RECORD, interval_s=0.0)._run())
@@ -249,7 +251,7 @@ async def test_a_heartbeat_stops_while_the_server_is_away(valkey: EmbeddedValkey
 
 
 async def test_changes_survive_a_restart_of_the_server(valkey: EmbeddedValkey, registry: Registry) -> None:
-    """A follower keeps being woken after the server was away."""
+    """A follower is still woken after the server was away."""
     changes = registry.changes(every_s=0.1)
     async with asyncio.timeout(SOON_S):
         await anext(changes)
@@ -267,7 +269,7 @@ async def test_changes_survive_a_restart_of_the_server(valkey: EmbeddedValkey, r
 
 
 async def test_a_life_withdraws_its_own_record_only(registry: Registry) -> None:
-    """The end of one life never hides another life with the same id."""
+    """The end of one incarnation never removes the record of another one with the same id."""
     await registry.beat(RECORD)
     assert not await registry.withdraw("decode-0", "b2")
     assert [one.incarnation for one in await registry.workers()] == ["a1"]
@@ -276,7 +278,8 @@ async def test_a_life_withdraws_its_own_record_only(registry: Registry) -> None:
 
 
 async def test_of_two_lives_with_one_id_the_later_one_is_found(registry: Registry) -> None:
-    """The record does not alternate between them, and the earlier one is found again when the later one ends."""
+    """The record does not alternate between two incarnations, and the earlier one is found again when the later one
+    ends."""
     older, newer = RECORD, replace(RECORD, incarnation="b2", address="127.0.0.1:6")
     assert await registry.beat(older, born=1.0)
     assert await registry.beat(newer, born=2.0)
@@ -290,7 +293,8 @@ async def test_of_two_lives_with_one_id_the_later_one_is_found(registry: Registr
 
 
 async def test_a_worker_does_not_start_behind_a_later_life_of_its_id(registry: Registry) -> None:
-    """The error names the setting that two clusters share by mistake; the other heartbeat's end leaves the record."""
+    """The error names the setting that two clusters share by mistake; the end of the refused heartbeat keeps the other
+    record."""
     late = Heartbeat(registry, lambda: RECORD, interval_s=60.0)
     early = Heartbeat(registry, lambda: replace(RECORD, incarnation="b2"), interval_s=60.0)
     early._born = late._born - 1.0
@@ -308,7 +312,7 @@ async def test_a_worker_does_not_start_behind_a_later_life_of_its_id(registry: R
 
 
 async def test_a_reader_is_told_what_has_changed_and_no_more(registry: Registry) -> None:
-    """A beat without a change is no news; a change, a removal and an expiry are, once for each reader."""
+    """A heartbeat without a change is not reported; a change, a removal and an expiry are, once to each reader."""
     other = replace(RECORD, worker_id="decode-1", incarnation="c3")
     await registry.beat(RECORD)
     await registry.beat(other)
@@ -340,7 +344,7 @@ async def test_a_reader_hears_of_an_expired_record(valkey: EmbeddedValkey, regis
 
 
 async def test_a_registry_that_lost_everything_tells_everything(registry: Registry) -> None:
-    """Numbers of an earlier content mean nothing: a reader with an old mark gets all records."""
+    """Version numbers of an earlier content do not count: a reader with an old version gets all records."""
     await registry.beat(RECORD)
     await registry.beat(replace(RECORD, running=1))
     mark = (await registry.changes_since()).mark
@@ -352,7 +356,7 @@ async def test_a_registry_that_lost_everything_tells_everything(registry: Regist
 
 
 async def test_ids_that_never_come_back_are_forgotten(registry: Registry) -> None:
-    """Pods have a new id each: what remains of those that are gone is bounded, and no reader misses a removal."""
+    """Each pod has a new id: the entries of removed ones are bounded, and no reader misses a removal."""
     await registry.beat(RECORD)
     await registry.beat(replace(RECORD, worker_id="pod-x"))
     mark = (await registry.changes_since()).mark
@@ -367,7 +371,7 @@ async def test_ids_that_never_come_back_are_forgotten(registry: Registry) -> Non
 
 
 async def test_a_record_of_a_newer_version_keeps_nobody_from_the_others(registry: Registry) -> None:
-    """A state that is unknown here takes no new requests; a record that cannot be read is left out."""
+    """A worker with an unknown state gets no new requests; a record that cannot be read is skipped."""
     await registry.beat(RECORD)
     await registry.beat(replace(RECORD, worker_id="new", state="resting"))  # type: ignore[arg-type]
     await registry._store.client.hset(registry._keys[0], "broken", "x 0.0 {")
@@ -391,7 +395,7 @@ LATER = {
 
 @pytest.mark.parametrize("text", LATER.values(), ids=LATER)
 def test_a_known_workers_record_is_read_as_one_of_an_unknown_worker(text: str) -> None:
-    """Reading only what has changed gives the same record, whatever has changed, and the next one too."""
+    """Parsing only the changed part gives the same record, for any change, and for the following record."""
     reader, value = RecordReader(), b"a1 0.0 " + text.encode()
     assert reader.read(b"decode-0", AS_STORED, 1.0) == replace(RECORD, beat=1.0)
     for beat in (2.0, 3.0):
@@ -400,7 +404,7 @@ def test_a_known_workers_record_is_read_as_one_of_an_unknown_worker(text: str) -
 
 
 def test_a_known_workers_record_that_cannot_be_read_is_left_out() -> None:
-    """Load of another type is an error as in any record, and the next good record is read."""
+    """Load of a wrong type is an error as in any record, and the next valid record is read."""
     reader = RecordReader()
     reader.read(b"decode-0", AS_STORED, 1.0)
     assert reader.read(b"decode-0", AS_STORED.replace(b'"running": 0', b'"running": null'), 2.0) is None
@@ -409,7 +413,7 @@ def test_a_known_workers_record_that_cannot_be_read_is_left_out() -> None:
 
 
 def test_of_a_known_worker_only_the_load_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router reads a record of each worker in each second. Workers that are gone are not kept."""
+    """A router reads a record of each worker every second. Parsed records of workers that have gone are dropped."""
     parsed: list[bytes] = []
     parse = WorkerRecord.parse
     monkeypatch.setattr(WorkerRecord, "parse", lambda text: parsed.append(text) or parse(text))
@@ -425,7 +429,7 @@ def test_of_a_known_worker_only_the_load_is_parsed(monkeypatch: pytest.MonkeyPat
 
 
 async def test_announcements_that_come_together_wake_a_reader_once(registry: Registry) -> None:
-    """A pool of 500 that changes at once does not cost each router 500 refreshes."""
+    """A pool of 500 workers that changes at once does not cost each router 500 refreshes."""
     changes = registry.changes(every_s=60.0)
     async with asyncio.timeout(SOON_S):
         await anext(changes)

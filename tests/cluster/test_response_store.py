@@ -1,4 +1,5 @@
-"""The store of responses on a real Valkey: whose they are, how long they stay, and which go when there is no room."""
+"""The store of responses on a real Valkey: who owns them, how long they are kept, and which are removed when the store
+is full."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ async def keys(store: ResponseStore) -> set[str]:
 
 
 async def known(store: ResponseStore, tenant: str, numbers: range) -> list[int]:
-    """Those that can be read."""
+    """The ids that can be read."""
     found = []
     for number in numbers:
         try:
@@ -44,13 +45,13 @@ async def known(store: ResponseStore, tenant: str, numbers: range) -> list[int]:
 
 
 async def total(store: ResponseStore, tenant: str) -> int:
-    """The bytes that the tenant's responses are counted with."""
+    """The bytes that are counted for the tenant's responses."""
     async with store._store.connection() as client:
         return int(await client.hget(f"tandem:{{test}}:response-bytes:{tenant}", "") or 0)
 
 
 async def test_a_response_can_be_read_by_every_router(store: ResponseStore, valkey: EmbeddedValkey) -> None:
-    """As bytes, whatever they contain; its object alone, or with the items before it."""
+    """A response is stored as bytes of any content, and is read alone or with its earlier items."""
     await store.put("ann", id_of(1), b'["\xc3\xbc\\u0000"]', b'{"output":[]}')
     other = ResponseStore(valkey.url, "test", ttl_s=60.0, most_bytes=MIB)
     assert await other.get("ann", id_of(1)) == StoredResponse(b'["\xc3\xbc\\u0000"]', b'{"output":[]}')
@@ -59,7 +60,7 @@ async def test_a_response_can_be_read_by_every_router(store: ResponseStore, valk
 
 
 async def test_another_tenant_does_not_know_it(store: ResponseStore) -> None:
-    """Neither to read nor to delete, also where names begin alike."""
+    """Another tenant can neither read nor delete it, also one whose name has the same prefix."""
     await store.put("ann", id_of(1), b"[]", b"{}")
     for tenant in ("", "an", "anna", "bob"):
         for call in (store.get, store.response, store.delete):
@@ -70,7 +71,7 @@ async def test_another_tenant_does_not_know_it(store: ResponseStore) -> None:
 
 
 async def test_a_deleted_response_leaves_nothing(store: ResponseStore) -> None:
-    """Its bytes are free again, and deleting it twice is an error."""
+    """Its bytes do not count any more, and deleting it twice is an error."""
     await store.put("ann", id_of(1), b"[]", b"{}")
     await store.put("ann", id_of(2), b"[]", b"{}")
     await store.delete("ann", id_of(1))
@@ -82,7 +83,7 @@ async def test_a_deleted_response_leaves_nothing(store: ResponseStore) -> None:
 
 
 async def test_a_response_expires_with_all_that_is_known_of_it(valkey: EmbeddedValkey) -> None:
-    """Also when its tenant never comes back."""
+    """Also if its tenant sends nothing more."""
     store = ResponseStore(valkey.url, "test", ttl_s=0.05, most_bytes=MIB)
     await store.put("ann", id_of(1), b"[]", b"{}")
     watch = Stopwatch()
@@ -93,7 +94,7 @@ async def test_a_response_expires_with_all_that_is_known_of_it(valkey: EmbeddedV
 
 
 async def test_an_expired_response_takes_no_room(valkey: EmbeddedValkey) -> None:
-    """The next one of its tenant removes its entries, though the lists live on."""
+    """The next response of the tenant removes the expired one's entries, though the lists are kept."""
     short = ResponseStore(valkey.url, "test", ttl_s=0.05, most_bytes=MIB)
     long = ResponseStore(valkey.url, "test", ttl_s=60.0, most_bytes=MIB)
     await short.put("ann", id_of(1), b"[]", b"{}")
@@ -111,7 +112,7 @@ async def test_an_expired_response_takes_no_room(valkey: EmbeddedValkey) -> None
 async def test_the_oldest_responses_of_a_tenant_make_room_for_its_newest(
     store: ResponseStore, valkey: EmbeddedValkey
 ) -> None:
-    """And nobody else's. The control: without the bound all of them stay."""
+    """Only the tenant's own responses are removed. In the control, without the bound, all of them stay."""
     body = b"x" * 200_000
     await store.put("bob", id_of(0), body, b"{}")
     for number in range(8):
@@ -127,7 +128,7 @@ async def test_the_oldest_responses_of_a_tenant_make_room_for_its_newest(
 
 
 async def test_a_response_larger_than_all_room_is_refused(store: ResponseStore) -> None:
-    """And removes nothing."""
+    """A response larger than the bound is refused and removes nothing."""
     await store.put("ann", id_of(1), b"[]", b"{}")
     with pytest.raises(TooLarge) as refused:
         await store.put("ann", id_of(2), b"x" * MIB, b"{}")
@@ -144,7 +145,7 @@ async def test_a_burst_of_responses_needs_few_connections(store: ResponseStore) 
 
 
 async def test_without_the_registry_nothing_seems_to_be_stored(store: ResponseStore, valkey: EmbeddedValkey) -> None:
-    """Every call says that it is not reachable."""
+    """Every call raises an error that says that the registry cannot be reached."""
     await store.check()
     valkey.stop()
     for call in (

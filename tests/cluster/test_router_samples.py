@@ -1,4 +1,4 @@
-"""Routers tell each other what they did, through the registry."""
+"""Routers exchange their totals through the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ async def samples(valkey: EmbeddedValkey) -> AsyncIterator[Any]:
 
 
 async def test_each_router_gets_the_latest_sample_of_all(samples: Any) -> None:
-    """Its own included; the memory of the registry's server comes with them."""
+    """A router gets the latest sample of every router, its own included, with the memory use of the registry's
+    server."""
     one, other = samples(), samples()
     assert await one.exchange("router-0", {"ok": 1}) == {"router-0": {"ok": 1}}
     assert await other.exchange("router-1", {"ok": 5}) == {"router-0": {"ok": 1}, "router-1": {"ok": 5}}
@@ -39,7 +40,7 @@ async def test_each_router_gets_the_latest_sample_of_all(samples: Any) -> None:
 
 
 async def test_a_router_that_is_gone_is_left_out_and_removed(samples: Any, valkey: EmbeddedValkey) -> None:
-    """By the server's clock; and what cannot be read does not keep a router from the others."""
+    """A sample expires by the server's clock, and one that cannot be read is skipped."""
     one = samples()
     await one.exchange("router-0", {})
     async with redis.Redis.from_url(valkey.url) as client:
@@ -50,7 +51,7 @@ async def test_a_router_that_is_gone_is_left_out_and_removed(samples: Any, valke
 
 
 async def test_a_user_who_may_not_ask_for_the_memory_still_has_samples(samples: Any, valkey: EmbeddedValkey) -> None:
-    """The rights that the manual asks for do not include INFO."""
+    """The documented rights do not include INFO."""
     name = f"u{secrets.token_hex(4)}"
     rights = ["~tandem:*", "&tandem:*", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous"]
     async with redis.Redis.from_url(valkey.url) as client:

@@ -1,4 +1,4 @@
-"""Which process becomes a worker where there are spares, without a Ray."""
+"""Which process becomes a worker if there are spares, without Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.settings import Settings
 
 
 class Process:
-    """Stands for an actor that Ray has placed, or not yet."""
+    """A stand-in for an actor that Ray has placed, or not yet."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id, self.placed, self.killed, self.node = worker_id, False, False, ""
@@ -38,7 +38,7 @@ class Host(RayHost):
 
 
 async def test_a_spare_that_waits_for_room_does_not_take_a_workers() -> None:
-    """The room that a dead worker leaves is its successor's: a spare that Ray has not placed yet ends before."""
+    """The resources of a dead worker are for its successor: a spare that Ray has not placed yet ends first."""
     host = Host()
     host.keep_spares(1)
     worker = host.create("decode-0")
@@ -49,7 +49,7 @@ async def test_a_spare_that_waits_for_room_does_not_take_a_workers() -> None:
 
 
 async def test_a_spare_that_runs_becomes_the_worker() -> None:
-    """And a router never takes one."""
+    """A running spare becomes the worker, and never a router."""
     host = Host()
     host.keep_spares(1)
     host.made[0].placed = True
@@ -60,14 +60,14 @@ async def test_a_spare_that_runs_becomes_the_worker() -> None:
 
 
 class Head:
-    """Stands for Ray's, where node b drains."""
+    """A stand-in for Ray's head, where node b drains."""
 
     def draining(self) -> set[str]:
         return {"b"}
 
 
 async def test_a_spare_on_a_node_that_ends_becomes_nobody() -> None:
-    """It ends, so that the node can; the control is the spare of another node."""
+    """A spare on a draining node ends, so that the node can end; the control is a spare on another node."""
     host = Host()
     host._settings = Settings(model="fake", ray_address="10.0.0.1:6379")
     host._gcs = Head()  # type: ignore[assignment]

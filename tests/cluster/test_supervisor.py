@@ -1,4 +1,4 @@
-"""The supervisor's loop against workers that are only objects: no Ray, a real registry."""
+"""The supervisor's loop with workers that are only objects: no Ray, a real registry."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ class FakeWorkerProcess:
         self.killed = True
         if not self._ended.done():
             self._ended.set_exception(WorkerLost("killed"))
-            self._ended.exception()  # seen: nobody may be left who waits for it
+            self._ended.exception()  # retrieved here: it may have no waiter left
 
 
 class FakeHost:
     def __init__(self, *, refuse: bool = False, survivors: tuple[str, ...] = (), slow: tuple[str, ...] = ()) -> None:
-        self._slow = slow  # whoever starts only when the test says so
+        self._slow = slow  # ids that start only when the test permits it
         self.processes: dict[str, FakeWorkerProcess] = {}
-        self.spares: list[int] = []  # how many were asked for, each time
+        self.spares: list[int] = []  # the requested number, for each request
         self._asked = asyncio.Event()
         self._refuse = refuse
         self._survivors = survivors
         self.nodes: dict[str, str] = {}  # where a worker will be
-        self.ending: set[str] | None = set()  # None: nobody knows
+        self.ending: set[str] | None = set()  # None: unknown
 
     def create(self, worker_id: str) -> WorkerProcess:
         self.processes[worker_id] = FakeWorkerProcess(self._refuse)
@@ -96,7 +96,7 @@ class FakeHost:
         self._asked.set()
 
     async def asked(self, times: int) -> None:
-        """Until it was asked for spares so often."""
+        """Waits until spares were requested that often."""
         async with asyncio.timeout(SOON_S):
             while len(self.spares) < times:
                 self._asked.clear()
@@ -112,7 +112,7 @@ class FakeHost:
 
 
 class SlowHost(FakeHost):
-    """Finds the survivors when it may."""
+    """Finds the surviving workers only when the test permits it."""
 
     def __init__(self, *, survivors: tuple[str, ...]) -> None:
         super().__init__(survivors=survivors)
@@ -136,7 +136,7 @@ class Watch:
         return (await self.until_all((kind, worker_id)))[0]
 
     async def until_all(self, *wanted: tuple[Kind, str]) -> list[Event]:
-        """These events, in whatever order they come."""
+        """Waits for these events, in any order."""
         found: dict[tuple[Kind, str], Event] = {}
         async with asyncio.timeout(SOON_S):
             while True:
@@ -164,14 +164,14 @@ async def supervised(
 
 
 async def test_how_far_a_start_is_is_told(registry: Registry) -> None:
-    """Whoever waits for a worker hears what it is at."""
+    """The progress of a start is reported to those who wait for a worker."""
     async with supervised(FakeHost(), registry, decode=1) as (_, watch):
         assert (await watch.until(Kind.LOADING, "decode-0")).text == "weights read"
         await watch.until(Kind.READY, "decode-0")
 
 
 async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(registry: Registry) -> None:
-    """Its process is killed; the next life of the place may come up."""
+    """The process is killed, and the next incarnation of the worker may become ready."""
     host = FakeHost(slow=("decode-0",))
     async with supervised(host, registry, start_s=0.1, decode=1) as (_, watch):
         await watch.until(Kind.LOADING, "decode-0")
@@ -185,7 +185,7 @@ async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(regist
 
 
 async def test_a_start_that_makes_progress_may_take_longer(registry: Registry) -> None:
-    """Every stage gives it the same time again."""
+    """Every stage has the same time limit again."""
     host = FakeHost(slow=("decode-0",))
     async with supervised(host, registry, start_s=1.0, decode=1) as (_, watch):
         await watch.until(Kind.LOADING, "decode-0")
@@ -200,7 +200,7 @@ async def test_a_start_that_makes_progress_may_take_longer(registry: Registry) -
 
 
 async def test_what_is_wanted_is_started(registry: Registry) -> None:
-    """One worker for each missing place."""
+    """One worker is started for each missing one."""
     host = FakeHost()
     async with supervised(host, registry, router=1, decode=2) as (_, watch):
         for worker_id in ("router-0", "decode-0", "decode-1"):
@@ -209,7 +209,7 @@ async def test_what_is_wanted_is_started(registry: Registry) -> None:
 
 
 async def test_spares_come_when_nobody_starts_and_go_at_the_end(registry: Registry) -> None:
-    """A process for later does not take the cores from one that is wanted now."""
+    """Preparing a spare does not take cores from a worker that starts."""
     host = FakeHost(slow=("decode-0", "decode-1"))
     async with supervised(host, registry, spares=2, decode=1) as (_, watch):
         await watch.until(Kind.LOADING, "decode-0")
@@ -232,7 +232,8 @@ async def test_spares_come_when_nobody_starts_and_go_at_the_end(registry: Regist
 
 
 async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: Registry) -> None:
-    """Routers forget the dead life at once, not when its record expires; the new process is another."""
+    """Routers forget the dead incarnation at once, not when its record expires; the new process is another
+    incarnation."""
     host = FakeHost()
     async with supervised(host, registry, decode=1) as (_, watch):
         first = await watch.until(Kind.READY, "decode-0")
@@ -249,7 +250,7 @@ async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: R
 
 
 async def test_a_dead_worker_does_not_take_the_record_of_another_life_with_it(registry: Registry) -> None:
-    """The id may be in use elsewhere: what is there stays."""
+    """The id may be in use elsewhere: the record of another incarnation stays."""
     host = FakeHost()
     async with supervised(host, registry, decode=1) as (_, watch):
         await watch.until(Kind.READY, "decode-0")
@@ -260,7 +261,7 @@ async def test_a_dead_worker_does_not_take_the_record_of_another_life_with_it(re
 
 
 async def test_scaling_down_drains_the_highest_number_with_grace(registry: Registry) -> None:
-    """A surplus worker is asked to finish, and is not replaced."""
+    """A surplus worker drains and is not replaced."""
     host = FakeHost()
     async with supervised(host, registry, decode=2) as (_, watch):
         await watch.until(Kind.READY, "decode-1")
@@ -271,7 +272,7 @@ async def test_scaling_down_drains_the_highest_number_with_grace(registry: Regis
 
 
 async def test_a_worker_that_ended_by_itself_is_replaced(registry: Registry) -> None:
-    """An operator's drain makes room for a fresh process."""
+    """An operator's drain is followed by a new process."""
     host = FakeHost()
     async with supervised(host, registry, prefill=1) as (_, watch):
         await watch.until(Kind.READY, "prefill-0")
@@ -281,7 +282,8 @@ async def test_a_worker_that_ended_by_itself_is_replaced(registry: Registry) -> 
 
 
 async def test_a_worker_that_stopped_as_told_did_not_die(registry: Registry) -> None:
-    """The answer to stop() may arrive before that of wait(): nobody is killed in between, and nothing looks broken."""
+    """The result of stop() may arrive before that of wait(): no process is killed in between, and no death is
+    reported."""
     host = FakeHost()
     async with supervised(host, registry, decode=2) as (_, watch):
         await watch.until(Kind.READY, "decode-1")
@@ -292,7 +294,7 @@ async def test_a_worker_that_stopped_as_told_did_not_die(registry: Registry) -> 
 
 
 async def test_a_death_during_a_drain_is_told(registry: Registry) -> None:
-    """The control to the test above: a process that dies instead of stopping is not passed over."""
+    """Control of the test above: a process that dies instead of stopping is reported."""
     host = FakeHost()
     async with supervised(host, registry, decode=2) as (_, watch):
         await watch.until(Kind.READY, "decode-1")
@@ -303,7 +305,7 @@ async def test_a_death_during_a_drain_is_told(registry: Registry) -> None:
 
 
 async def test_while_stopping_nobody_is_promised_a_new_life(registry: Registry) -> None:
-    """A worker that dies while the others are drained is not started again, and the event does not say so."""
+    """A worker that dies while the others drain is not started again, and the event does not announce a restart."""
     host = FakeHost()
     async with supervised(host, registry, router=1, decode=1) as (supervisor, watch):
         await watch.until(Kind.READY, "router-0")
@@ -317,7 +319,7 @@ async def test_while_stopping_nobody_is_promised_a_new_life(registry: Registry) 
 
 
 async def test_a_refusal_to_start_is_told_as_it_was_raised(registry: Registry) -> None:
-    """The error arrives whole, for `tandem up` to end with it."""
+    """The error arrives unchanged, so that `tandem up` can end with it."""
     async with supervised(FakeHost(refuse=True), registry, decode=1) as (_, watch):
         failed = await watch.until(Kind.FAILED, "decode-0")
     assert isinstance(failed.error, CheckpointRefused)
@@ -326,7 +328,7 @@ async def test_a_refusal_to_start_is_told_as_it_was_raised(registry: Registry) -
 
 
 async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> None:
-    """Survivors are adopted, not doubled."""
+    """Surviving workers are adopted and not started a second time."""
     host = FakeHost(survivors=("decode-0",))
     async with supervised(host, registry, decode=2) as (_, watch):
         await watch.until(Kind.READY, "decode-0")
@@ -336,8 +338,8 @@ async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> N
 
 
 async def test_a_restarted_supervisor_that_is_stopped_at_once_ends_its_workers(registry: Registry) -> None:
-    """`tandem up` was lost with its host and the registry, so it has not found them yet. The control: one that does not
-    wait for that leaves them."""
+    """`tandem up` was lost with its host and the registry, so the supervisor has not found its workers yet. In the
+    control, a supervisor that does not wait for that leaves them running."""
     for waits in (True, False):
         host = SlowHost(survivors=("decode-0",))
         supervisor = Supervisor(host, registry, grace_s=5.0)
@@ -374,7 +376,7 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
 async def test_a_size_that_is_set_while_lost_ones_are_written_back_stays(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tandem scale` may come between a supervisor's look at a registry that forgot and what it writes there."""
+    """`tandem scale` may come between a supervisor's read of an empty registry and its write."""
     async with supervised(FakeHost(), registry, decode=1) as (_, watch):
         await watch.until(Kind.READY, "decode-0")
         wanted = registry.wanted
@@ -391,7 +393,8 @@ async def test_a_size_that_is_set_while_lost_ones_are_written_back_stays(
 
 
 async def test_what_a_restarted_supervisor_finds_stays_wanted_by_a_registry_that_forgot(registry: Registry) -> None:
-    """Both were lost at once, so nobody knows the sizes any more: a worker that dies afterwards is replaced."""
+    """If both are lost at once the wanted sizes are unknown, so the workers that were found define them: one that dies
+    afterwards is replaced."""
     host = FakeHost(survivors=("router-0", "decode-0", "decode-1"))
     async with supervised(host, registry) as (_, watch):
         await watch.until(Kind.READY, "decode-1")
@@ -406,8 +409,8 @@ async def test_what_a_restarted_supervisor_finds_stays_wanted_by_a_registry_that
 async def test_workers_of_a_node_that_ends_drain_while_others_start(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replacement does not wait for the drain, and nobody on another node is asked to leave. The control: while
-    nobody knows which nodes end, all stay."""
+    """The replacement does not wait for the drain, and no worker on another node is drained. In the control, while the
+    ending nodes are unknown, all workers stay."""
     monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.02)
     host = FakeHost()
     host.nodes, host.ending = {"decode-0": "a", "decode-1": "b"}, None
@@ -436,7 +439,7 @@ async def test_workers_of_a_node_that_ends_drain_while_others_start(
 async def test_a_worker_that_still_loads_on_a_node_that_ends_starts_elsewhere(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: the node would end in the middle of the load."""
+    """It starts elsewhere at once, because the node would end during the load."""
     monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.02)
     host = FakeHost(slow=("decode-0",))
     host.nodes, host.ending = {"decode-0": "a"}, {"a"}
@@ -447,7 +450,7 @@ async def test_a_worker_that_still_loads_on_a_node_that_ends_starts_elsewhere(
 
 
 async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Registry) -> None:
-    """The same process under another id, as another incarnation; nothing is started, nothing killed."""
+    """The same process gets another id and another incarnation; no process is started or killed."""
     host = FakeHost()
     async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
         first = await watch.until(Kind.READY, "decode-1")
@@ -470,7 +473,7 @@ async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Re
 
 
 async def test_a_process_that_dies_while_it_turns_is_replaced_in_its_new_pool(registry: Registry) -> None:
-    """Both of its ids end, and what is wanted is started; nobody waits for the drain of a dead process."""
+    """Both of its ids end, and a new worker is started; nothing waits for the drain of a dead process."""
     host = FakeHost()
     async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
         await watch.until(Kind.READY, "decode-1")
@@ -486,7 +489,7 @@ async def test_a_process_that_dies_while_it_turns_is_replaced_in_its_new_pool(re
 
 
 async def test_a_stop_lets_a_worker_that_turns_finish_what_it_has(registry: Registry) -> None:
-    """It is drained as every other one, and not killed as one that only starts would be."""
+    """A worker that switches its role is drained like every other one, and not killed like one that is starting."""
     host = FakeHost()
     async with supervised(host, registry, decode=2, prefill=0) as (supervisor, watch):
         await watch.until(Kind.READY, "decode-1")

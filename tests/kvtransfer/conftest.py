@@ -1,4 +1,4 @@
-"""Workers for the transfer tests: pages in this process, and real processes with a NIXL agent of their own."""
+"""Workers for the transfer tests: pages in this process, and separate processes, each with its own NIXL agent."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.copies import Copy
 from tests.support.in_process_transport import InProcessTransport
 
 LAYOUT = "layout-1"
-# Seconds within which a helper process must have done what it was told.
+# Seconds within which a helper process must have executed a command.
 PATIENCE = 30.0
 
 
 def pattern(seed: int, size: int) -> np.ndarray:
-    """What `fill` writes: different in every block and every byte."""
+    """The bytes that `fill` writes; they differ between blocks and within a block."""
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
@@ -51,14 +51,14 @@ class Pages:
     def flip(self, block: int) -> None:
         self.array[block, self.region.block_bytes // 2] ^= 1
 
-    links = ""  # nobody dials it
+    links = ""  # it is never dialled
 
     def serve(self) -> None:
-        """In-process reads need nothing from the source."""
+        """In-process reads need no progress from the source."""
 
 
 class Worker:
-    """A worker in a process of its own; the same verbs as Pages."""
+    """A worker in a separate process, with the same methods as Pages."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def peers(self) -> list[Peer]:
-        """Waits for the process to be up at the first use, so that several can start at once."""
+        """Waits at the first use until the process is up, so that several processes can start at the same time."""
         if not self._peers:
             answer = self._answer()
             described, self.links = answer["peers"], answer["links"]
@@ -133,7 +133,7 @@ class Worker:
 
 
 class FaultyTransport:
-    """Any Transport, with something done to it before and after each read."""
+    """Wraps any Transport and calls a hook before and after each read."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -154,7 +154,7 @@ class FaultyTransport:
 
 @pytest.fixture
 def pages() -> Iterator[Callable[..., Pages]]:
-    """Makes workers of this process, of 16 blocks of 4096 bytes unless told otherwise."""
+    """Creates workers in this process, by default with 16 blocks of 4096 bytes."""
     made: list[Pages] = []
 
     def make(
@@ -170,7 +170,7 @@ def pages() -> Iterator[Callable[..., Pages]]:
 
 @pytest.fixture
 def worker() -> Iterator[Callable[..., Worker]]:
-    """Starts workers in processes of their own, and ends every one of them."""
+    """Starts workers in separate processes and ends each of them after the test."""
     made: list[Worker] = []
 
     def make(
@@ -209,29 +209,29 @@ def _filled(kind: str) -> Iterator[Worker]:
 
 @pytest.fixture(scope="session")
 def nixl_source() -> Iterator[Worker]:
-    """One process for all tests that only read from it."""
+    """One process for all tests that only read from it over NIXL."""
     with _filled("nixl") as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def nccl_source() -> Iterator[Worker]:
-    """Likewise, with links."""
+    """One process for all tests that only read from it over links."""
     with _filled("nccl") as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def auto_source() -> Iterator[Worker]:
-    """Likewise, with both."""
+    """One process for all tests that only read from it over NIXL or links."""
     with _filled("auto") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def tcp_source() -> Iterator[Worker]:
-    """One process for a file that speaks only TCP and serves, at a tenth of a core, all the time: 17 blocks of 1 MiB,
-    block b filled with pattern b."""
+    """One process for a file whose transport supports only TCP. It serves all the time, at a tenth of a core: 17 blocks
+    of 1 MiB, block b filled with pattern b."""
     made = Worker("tcp-source", "1", 17, 1 << 20, {"UCX_TLS": "tcp"})
     try:
         for block in range(17):
@@ -244,7 +244,7 @@ def tcp_source() -> Iterator[Worker]:
 
 @pytest.fixture
 def source(kind: str, pages: Callable[..., Pages], request: pytest.FixtureRequest) -> Pages | Worker:
-    """16 blocks of 4096 bytes to read from, block b filled with pattern b; for NIXL and Gloo in another process."""
+    """A source with 16 blocks of 4096 bytes, block b filled with pattern b; for NIXL and Gloo in another process."""
     if kind != "inprocess":
         return request.getfixturevalue(f"{kind}_source")
     made = pages(kind, "source")
@@ -262,7 +262,7 @@ async def sink(kind: str, source: Pages | Worker, pages: Callable[..., Pages]) -
 
 @asynccontextmanager
 async def dialling(sink: Pages, *sources: Pages | Worker) -> AsyncIterator[Dialler]:
-    """The sink may dial these sources."""
+    """Lets the sink dial these sources."""
     sink.transport.dial = dial = Dialler()
     for source in sources:
         dial.addresses[source.peer.agent_name] = source.links

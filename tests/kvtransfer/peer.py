@@ -1,14 +1,14 @@
-"""A worker process for the tests: a transport over a few blocks, told what to do by JSON lines on stdin.
+"""A worker process for the tests: a transport over a few blocks, controlled by JSON lines on stdin.
 
     {"cmd": "fill", "block": b, "seed": s}    writes the pattern of that seed into the block
     {"cmd": "flip", "block": b}               changes one byte of the block
-    {"cmd": "serve"}, {"cmd": "unserve"}      holds `serving()`, lets go of it
+    {"cmd": "serve"}, {"cmd": "unserve"}      enters and leaves `serving()`
     {"cmd": "cpu"}                            answers with the CPU seconds used so far
-    {"cmd": "exit"}                           closes the transport and names the threads that are left
+    {"cmd": "exit"}                           closes the transport and names the remaining threads
 
 Arguments: kind of transport, worker id, incarnation, number of blocks, bytes per block, layout hash, number of agents.
-Every agent is a worker of its own over the same blocks; commands are for the first. The first line has the Peer of
-each, and the address of links, which there is for nccl and auto.
+Every agent is a separate worker over the same blocks; commands are for the first. The first line has the Peer of
+each, and for nccl and auto the address for links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtransfer.types import Region
 
 
 class Links:
-    """Answers links on a thread of its own."""
+    """Answers links on its own thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

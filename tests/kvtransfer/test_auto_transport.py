@@ -37,13 +37,13 @@ BOTH = ("nixl", "nccl")
 def test_a_pair_keeps_the_default_unless_another_is_clearly_better(
     kinds: Sequence[str], measured: Mapping[str, float], kind: str, why: str
 ) -> None:
-    """The other is taken if it is a fifth faster, or the only one that works; the reason is told."""
+    """The pair uses another transport if that is a fifth faster or the only one that works, and reports the reason."""
     choice = choose(kinds, measured)
     assert (choice.kind, choice.why) == (kind, why)
 
 
 class Known:
-    """A transport of which only is known whether its reads arrive."""
+    """A transport of which only the success of its reads is defined."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.region, self.layout_hash = kind, REGION, LAYOUT
@@ -85,8 +85,8 @@ def two() -> tuple[AutoTransport, Known, Known]:
 
 
 async def test_a_transport_that_fails_twice_gives_way_and_a_read_never_changes_its_own(two: Any) -> None:
-    """The first failure may be the source's, so it costs no change. When the other fails, too, the first has its turn
-    again: a pair never stops trying. (The control: a failure after a success counts from one.)"""
+    """One failure may be the source's fault and changes nothing. If the other transport fails as well, the pair returns
+    to the first one: a pair never stops trying. (In the control, the count of failures restarts after a success.)"""
     auto, nixl, nccl = two
     await auto.connect(peer(), 1.0)
     nixl.works = False
@@ -110,7 +110,7 @@ async def test_a_transport_that_fails_twice_gives_way_and_a_read_never_changes_i
 
 
 async def test_a_comparison_gives_every_transport_another_chance(two: Any) -> None:
-    """The one that failed is measured as well; if none works, that is an error."""
+    """A comparison also measures a transport that has failed; if none works, it raises an error."""
     auto, nixl, nccl = two
     nixl.works = False
     assert await auto.compare(peer(), [0]) == 1.0
@@ -124,8 +124,8 @@ async def test_a_comparison_gives_every_transport_another_chance(two: Any) -> No
 
 
 async def test_another_incarnation_begins_anew_and_all_is_closed(two: Any) -> None:
-    """What was measured of the one before says nothing of it, and stays until that one is forgotten by both transports.
-    Closing reaches every transport."""
+    """Measurements of the former incarnation do not count for the next one, and are kept until both transports have
+    forgotten the former one. Closing reaches every transport."""
     auto, nixl, nccl = two
     nixl.works = False
     await auto.compare(peer(), [0])
@@ -143,7 +143,7 @@ async def test_another_incarnation_begins_anew_and_all_is_closed(two: Any) -> No
 
 
 async def test_a_pair_uses_what_both_have(two: Any) -> None:
-    """A source with the default only is read by it; one that has neither is refused."""
+    """A source that has only the default is read over the default; a source without a common transport is refused."""
     auto, _, _ = two
     await auto.connect(peer(also=()), 1.0)
     assert auto.why(peer()) == "nixl: the only transport that both workers have"
@@ -152,7 +152,7 @@ async def test_a_pair_uses_what_both_have(two: Any) -> None:
 
 
 async def test_both_real_transports_read_the_same_memory(auto_source: Any, pages: Any, expected: Any) -> None:
-    """NIXL and Gloo of one pair: both are measured, and bytes arrive equal by either."""
+    """A pair measures both NIXL and Gloo, and reads the same bytes over either."""
     source, sink = auto_source, pages("auto", "sink")
     async with dialling(sink, source):
         assert await sink.transport.compare(source.peer, range(16)) > 0
@@ -172,7 +172,7 @@ async def test_both_real_transports_read_the_same_memory(auto_source: Any, pages
 async def test_a_worker_with_both_and_one_with_nixl_are_a_pair(
     theirs: str, ours: str, pages: Any, expected: Any, request: pytest.FixtureRequest
 ) -> None:
-    """In both directions, by NIXL."""
+    """A worker with both transports and one with NIXL read from each other over NIXL."""
     source, sink = request.getfixturevalue(f"{theirs}_source"), pages(ours, "sink")
     await sink.transport.connect(source.peer, 10)
     stats = await sink.transport.read(source.peer, [(5, 6)], 10)
@@ -181,8 +181,8 @@ async def test_a_worker_with_both_and_one_with_nixl_are_a_pair(
 
 
 async def test_a_pair_without_its_default_goes_on_over_the_other(auto_source: Any, pages: Any, expected: Any) -> None:
-    """The source's agent of NIXL is not what it says: nothing arrives by it, and the pair uses Gloo from the second
-    failure on. The control, a worker with NIXL only, never reads anything."""
+    """If the metadata of the source's NIXL agent is wrong, no read over NIXL succeeds, and the pair uses Gloo after the
+    second failure. In the control, a worker with NIXL only never reads anything."""
     sink, plain = pages("auto", "sink"), pages("nixl", "plain")
     async with dialling(sink, auto_source):
         wrong = replace(auto_source.peer, metadata=b"not NIXL's")

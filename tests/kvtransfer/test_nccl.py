@@ -1,4 +1,4 @@
-"""Links over torch.distributed, by Gloo: what only this transport promises. What all transports share is in
+"""Links over torch.distributed, with Gloo: the promises of this transport alone. The common ones are in
 test_transport.py. Both sides are in this process unless a test needs a process that can be stopped or killed."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MIB = 1 << 20
 
 
 class Pair:
-    """A source and a sink of this process. `change` may alter each message to the source, or drop it by None; `sent`
-    has those that passed."""
+    """A source and a sink in this process. `change` may alter each message to the source, or drop it by returning None;
+    `sent` has the messages that were sent."""
 
     def __init__(self, make: Callable[..., Pages], block_bytes: int = 4096) -> None:
         self.source = make("nccl", "source", block_bytes=block_bytes)
@@ -86,7 +86,7 @@ async def pair(pages: Callable[..., Pages]) -> AsyncIterator[Pair]:
 
 
 class Gate:
-    """Sources send nothing while it is closed."""
+    """Sources send nothing while the gate is closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
@@ -129,7 +129,7 @@ async def becomes_true(condition: Callable[[], bool], seconds: float = 10.0) -> 
 
 
 def links() -> list[str]:
-    """Threads of links."""
+    """The threads of links."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv link")]
 
 
@@ -137,8 +137,8 @@ def links() -> list[str]:
 
 
 async def late_write(pair: Pair, gate: Gate) -> bool:
-    """Cancels a read whose blocks are under way, fills the local ones anew, lets the source go on, and reads others.
-    Says whether anything was written into the blocks of the cancelled read."""
+    """Cancels a read whose blocks are in flight, refills the local ones, lets the source continue, and reads others.
+    Returns whether anything was written to the blocks of the cancelled read."""
     await pair.connect()
     gate.shut()
     reading = asyncio.create_task(pair.read(ALL[:8]))
@@ -154,7 +154,8 @@ async def late_write(pair: Pair, gate: Gate) -> bool:
 
 
 async def test_a_cancelled_read_returns_at_once_and_never_writes(pair: Pair, gate: Gate) -> None:
-    """Its message comes later, on the same link, and ends in staging; reads that follow have their own bytes."""
+    """The message of a cancelled read arrives later on the same link and ends in staging; the following reads get their
+    own bytes."""
     assert not await late_write(pair, gate)
     assert pair.epochs == [1]
 
@@ -162,13 +163,14 @@ async def test_a_cancelled_read_returns_at_once_and_never_writes(pair: Pair, gat
 async def test_control_without_the_claim_a_late_message_is_written(
     pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above: a link that does not ask who has given up writes into blocks that are free."""
+    """Control of the test above: a link that does not check whether a batch was given up writes to blocks that are
+    free."""
     monkeypatch.setattr(Batch, "give_up", lambda batch: True)
     assert await late_write(pair, gate)
 
 
 async def test_a_read_that_is_cancelled_before_its_turn_is_never_asked_for(pair: Pair, gate: Gate) -> None:
-    """Before SendBlocks it is dropped: the source hears nothing of it."""
+    """A read that is cancelled before its SendBlocks is dropped; the source receives no request."""
     await pair.connect()
     gate.shut()
     first = [asyncio.create_task(pair.read([(block, block)])) for block in (0, 1)]
@@ -188,7 +190,7 @@ async def test_a_read_that_is_cancelled_before_its_turn_is_never_asked_for(pair:
 async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancellation in the middle of the scatter waits for it."""
+    """A read that is cancelled during the scatter returns only when the scatter has ended."""
     began, go = threading.Event(), threading.Event()
     scatter = nccl.Pages.scatter
 
@@ -219,8 +221,8 @@ async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
 async def test_a_source_that_stands_still_or_dies_fails_its_reads_in_time(
     worker: Any, pages: Any, number: signal.Signals
 ) -> None:
-    """A killed one at once, one that stands still after the read's stall. When it goes on, the next read makes another
-    link, and nothing of the one before is written."""
+    """Reads from a killed source fail at once, reads from a stopped one after the read's stall limit. When the source
+    continues, the next read makes another link, and nothing of the former one is written."""
     source = worker(num_blocks=17, block_bytes=MIB, kind="nccl")
     sink = pages("nccl", num_blocks=17, block_bytes=MIB)
     source.fill(16, 16)
@@ -250,7 +252,7 @@ async def test_a_source_that_stands_still_or_dies_fails_its_reads_in_time(
 async def test_a_source_that_never_makes_its_half_fails_the_connect_in_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two sides wait for each other only so long."""
+    """Both sides stop waiting for the other side's process group after a time limit."""
     for module in ("transport", "link"):
         monkeypatch.setattr(f"kvtransfer.backends.nccl.{module}.STALL_S", 0.3)
     pair.change = lambda message: None if isinstance(message, LinkEntry) else message
@@ -264,7 +266,8 @@ async def test_a_source_that_never_makes_its_half_fails_the_connect_in_time(
 
 
 async def test_all_reads_of_a_link_that_fails_end_and_the_next_makes_another(pair: Pair, gate: Gate) -> None:
-    """With the next epoch; the process and the transport live on."""
+    """When a link fails, all its reads end; the process and the transport continue, and the next link has the next
+    epoch."""
     await pair.connect()
     gate.shut()
     reads = [asyncio.create_task(pair.read([(block, block)], 0.3)) for block in range(6)]
@@ -279,7 +282,7 @@ async def test_all_reads_of_a_link_that_fails_end_and_the_next_makes_another(pai
 
 
 async def test_reads_of_one_link_take_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short read that comes after a long one does not wait for all of it."""
+    """A short read that was submitted after a long one does not wait for the end of the long one."""
     monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", 4096)
     await pair.connect()
     await asyncio.gather(pair.read(ALL[:15]), pair.read([(15, 15)]))
@@ -292,7 +295,7 @@ async def test_reads_of_one_link_take_turns(pair: Pair, monkeypatch: pytest.Monk
 
 
 async def answers(pair: Pair, *messages: LinkMessage) -> list[LinkMessage]:
-    """What the source answers to these messages, until it ends the link."""
+    """The source's answers to these messages, until it ends the link."""
 
     async def given() -> AsyncGenerator[LinkMessage, None]:
         for message in messages:
@@ -325,7 +328,7 @@ def opening(**changed: Any) -> LinkOpen:
 async def test_what_no_decode_worker_sends_ends_the_link(
     pair: Pair, messages: list[LinkMessage], refused: type[Exception]
 ) -> None:
-    """With a bound on what it may cost, and without harm to other links."""
+    """Messages that a decode worker never sends end the link at a bounded cost, without harm to other links."""
     with pytest.raises(refused):
         await answers(pair, *messages)
     await pair.connect()
@@ -334,7 +337,7 @@ async def test_what_no_decode_worker_sends_ends_the_link(
 
 
 async def test_a_link_of_an_earlier_epoch_is_refused_and_a_later_one_takes_its_place(pair: Pair) -> None:
-    """A message that was delayed cannot end the link that is in use."""
+    """A delayed message cannot end the link that is in use."""
     await pair.connect()
     with pytest.raises(StaleTransfer):
         await answers(pair, opening())
@@ -350,7 +353,8 @@ async def test_a_link_of_an_earlier_epoch_is_refused_and_a_later_one_takes_its_p
 async def test_a_stranger_on_the_data_connection_gets_and_gives_no_block(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever answers there must know the secret that came over gRPC. Without that check (the control) he is served."""
+    """A peer on the data connection must know the secret that was sent over gRPC. In the control, without that check, a
+    stranger is served."""
 
     def strange(message: LinkMessage) -> LinkMessage:
         return replace(message, secret=bytes(32)) if isinstance(message, LinkOpen) else message
@@ -368,7 +372,8 @@ async def test_a_stranger_on_the_data_connection_gets_and_gives_no_block(
 
 
 async def test_links_listen_on_the_workers_own_address_alone(pages: Any) -> None:
-    """Not on all of the machine's; one that is not of this machine is refused with the setting's name."""
+    """A link listens only on the worker's own address, and an address that is not of this machine is refused with the
+    name of the setting."""
     region = pages("inprocess").region
     made = make_transport("nccl", region, "w", "1", "layout-1", "127.0.0.2")
     other = make_transport("nccl", region, "v", "1", "layout-1", "127.0.0.2")
@@ -390,7 +395,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 async def test_a_transport_without_links_refuses_them(pages: Any) -> None:
-    """A decode worker with another setting hears why."""
+    """A decode worker that dials a worker with another transport gets the reason."""
     pair = Pair(pages)
     pair.source = pages("inprocess", "source")
     with pytest.raises(PreconditionFailed):
@@ -401,7 +406,7 @@ async def test_a_transport_without_links_refuses_them(pages: Any) -> None:
 
 
 async def test_nothing_is_left_after_close_on_either_side(pair: Pair) -> None:
-    """No thread, no open file; reads in flight end with WorkerLost."""
+    """After close, no thread and no open file remains; reads in flight end with WorkerLost."""
     files = len(os.listdir("/proc/self/fd"))
     await pair.connect()
     await pair.read()
@@ -414,7 +419,8 @@ async def test_nothing_is_left_after_close_on_either_side(pair: Pair) -> None:
 
 
 async def test_failed_links_leave_nothing() -> None:
-    """Two of each kind of failure; `python -m loadtest links` makes 500."""
+    """Links that have failed leave nothing behind: two of each kind of failure here, 500 in `python -m loadtest
+    links`."""
     (first, last), _ = await link_failures.repeat(2 * len(link_failures.KINDS))
     for then, now in zip(first, last, strict=True):
         assert not now.leaks(then), (then, now)
@@ -424,7 +430,8 @@ async def test_failed_links_leave_nothing() -> None:
 
 
 def test_devices_use_nccl_and_hosts_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a torch without NCCL says so at the start, not at the first link."""
+    """KV on a GPU uses NCCL and KV in host memory Gloo; a torch without NCCL is refused at the start, not at the first
+    link."""
     assert [groups.backend_of(torch.device(name)) for name in ("cuda", "cpu")] == ["nccl", "gloo"]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(SettingsError):
@@ -432,7 +439,7 @@ def test_devices_use_nccl_and_hosts_gloo(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_work_of_nccl_that_never_ends_is_given_up_in_time() -> None:
-    """NCCL has no wait with a limit, so the link looks itself (with a stand-in: this has not run on a GPU)."""
+    """NCCL has no wait with a time limit, so the link polls (with a stand-in: this has not run on a GPU)."""
 
     class Never:
         def is_completed(self) -> bool:
@@ -445,7 +452,8 @@ def test_work_of_nccl_that_never_ends_is_given_up_in_time() -> None:
 
 
 def test_a_store_passes_on_what_is_set_and_waits_for_what_is_told() -> None:
-    """And ends every wait when its link does."""
+    """A store sends the keys that are set here, waits for those of the other side, and ends every wait when its link
+    ends."""
     told: list[tuple[str, bytes]] = []
     store = groups.PairStore(lambda key, value: told.append((key, value)), 5.0)
     store.set("a", b"1")

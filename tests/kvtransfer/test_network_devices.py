@@ -1,4 +1,4 @@
-"""Whether KV goes over the slow network device of a host, from files as Linux has them."""
+"""Whether KV uses a slow network device of a host, from sysfs files as Linux has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def rdma(sysfs: Path, name: str, rate: str, state: str = "4: ACTIVE") -> None:
 
 
 def test_a_faster_ethernet_device_is_named(tmp_path: Path) -> None:
-    """With both speeds and what chooses it; devices that are down, virtual or of unknown speed do not count."""
+    """The sentence has both speeds and the setting that selects the device; devices that are down, virtual or of
+    unknown speed do not count."""
     ethernet(tmp_path, "eth0", "1000")
     ethernet(tmp_path, "eth1", "100000")
     ethernet(tmp_path, "eth2", "400000", state="down")
@@ -33,11 +34,11 @@ def test_a_faster_ethernet_device_is_named(tmp_path: Path) -> None:
     slow = why_slow("nixl:ucx:tcp", "eth0", tmp_path)
     assert slow == "KV goes over eth0 with 1 Gbit/s, and eth1 of this host has 100: UCX_NET_DEVICES=eth1 chooses it"
     assert why_slow("nixl:ucx:tcp", "eth1", tmp_path) == ""
-    assert why_slow("nixl:ucx:tcp", "docker0", tmp_path) == ""  # nothing is known of it
+    assert why_slow("nixl:ucx:tcp", "docker0", tmp_path) == ""  # its speed is unknown
 
 
 def test_tcp_where_there_is_rdma_is_slow(tmp_path: Path) -> None:
-    """Only with a port that is active; between RDMA devices the faster one is named."""
+    """TCP is slow on a host with an active RDMA port; of several RDMA devices the faster one is named."""
     ethernet(tmp_path, "eth0", "1000")
     rdma(tmp_path, "mlx5_9", "400 Gb/sec (4X NDR)", state="1: DOWN")
     assert why_slow("nixl:ucx:tcp", "eth0", tmp_path) == ""
@@ -50,6 +51,6 @@ def test_tcp_where_there_is_rdma_is_slow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("link", "devices"), [("nixl:ucx:cma", ""), ("nixl:ucx:tcp", "lo"), ("nixl:ucx:unknown", "")])
 def test_within_a_host_no_device_is_slow(tmp_path: Path, link: str, devices: str) -> None:
-    """Nor where the path was not observed."""
+    """A path within one host, or one that was not observed, is never reported as slow."""
     ethernet(tmp_path, "eth1", "100000")
     assert why_slow(link, devices, tmp_path) == ""

@@ -1,4 +1,4 @@
-"""What only real processes show: death, restart, hanging, progress, and what is left behind."""
+"""Promises that need real processes: death, restart, hangs, progress, and what remains after the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TCP = {"UCX_TLS": "tcp"}
 
 
 def becomes_true(condition, seconds=10.0):
-    """Waits for something that another process does; says whether it came true."""
+    """Waits for an effect of another process; returns whether it occurred."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -48,8 +48,8 @@ async def in_flight(transport):
 
 
 async def test_link_names_each_transport(nixl_source, worker, pages):
-    """After connect alone link says cma for a peer on this host, tcp for one that speaks nothing else, and cma for a
-    third, though that one shares the first one's endpoint configuration; before, it does not guess."""
+    """After connect alone, `link` is cma for a peer on this host, tcp for one that supports nothing else, and cma for a
+    third one that shares the endpoint configuration of the first; before connect it is unknown."""
     near, far, near2, sink = nixl_source, worker("far", env=TCP), worker("near2"), pages("nixl")
     for source, link in ((near, "nixl:ucx:cma"), (far, "nixl:ucx:tcp"), (near2, "nixl:ucx:cma")):
         assert sink.transport.link(source.peer) == "nixl:ucx:unknown"
@@ -59,7 +59,7 @@ async def test_link_names_each_transport(nixl_source, worker, pages):
 
 
 async def test_the_first_bytes_from_a_new_peer_land_in_the_spare_block(nixl_source):
-    """Connecting reads a little, to learn the link; no block that may be in use is written."""
+    """Connecting reads a few bytes to learn the link, and writes to no block that may be in use."""
     array = np.full((4, 4096), 7, dtype=np.uint8)
     region = Region(array.ctypes.data, 4, 4096, keepalive=array, spare_block=2)
     transport = make_transport("nixl", region, "sink", "1", LAYOUT)
@@ -71,7 +71,7 @@ async def test_the_first_bytes_from_a_new_peer_land_in_the_spare_block(nixl_sour
 
 
 async def test_link_names_the_transport_of_a_pod_with_a_long_name(worker, pages):
-    """UCX cuts the name of a worker in its log, and the names of Kubernetes' pods are longer than that."""
+    """UCX truncates the names of workers in its log, and the names of Kubernetes' pods are longer than its limit."""
     pod, incarnation = "production-tandem-decode-7d9f8b6c5-x2x4q", "f" * 16
     source, sink = worker(pod.replace("decode", "prefill"), incarnation), pages("nixl", pod, incarnation)
     await sink.transport.connect(source.peer, 10)
@@ -79,7 +79,7 @@ async def test_link_names_the_transport_of_a_pod_with_a_long_name(worker, pages)
 
 
 async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages, monkeypatch, expected):
-    """Over TCP the source's progress in serving() is enough; nobody there calls anything."""
+    """Over TCP, the source's progress in serving() is sufficient, without any call there."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     sink = pages("nixl", num_blocks=17, block_bytes=MIB)
     await sink.transport.connect(tcp_source.peer, 10)
@@ -90,7 +90,7 @@ async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages,
 
 async def test_a_source_killed_mid_read_fails_it_within_two_seconds(worker, pages, monkeypatch):
     """SIGKILL while bytes are in flight over TCP ends the read with TransferFailed, and the next one as quickly: the
-    link cannot tell whether the worker died."""
+    link cannot know whether the worker died."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
     await sink.transport.connect(source.peer, 10)
@@ -107,7 +107,7 @@ async def test_a_source_killed_mid_read_fails_it_within_two_seconds(worker, page
 
 
 async def test_a_source_killed_between_shared_memory_reads_fails_the_next_within_two_seconds(worker, pages):
-    """SIGKILL under a stream of reads over cma turns the next of them into TransferFailed."""
+    """SIGKILL during a series of reads over cma fails the next one with TransferFailed."""
     source, sink = worker(), pages("nixl")
     await sink.transport.connect(source.peer, 10)
     reads = 0
@@ -124,7 +124,7 @@ async def test_a_source_killed_between_shared_memory_reads_fails_the_next_within
 
 
 async def test_connecting_to_a_dead_worker_is_refused(worker, pages):
-    """Metadata of a process that is gone leads to TransferFailed, not to a hang."""
+    """Connecting with the metadata of an ended process raises TransferFailed and does not hang."""
     source, sink = worker(), pages("nixl")
     peer = source.peer
     source.end()
@@ -133,7 +133,8 @@ async def test_connecting_to_a_dead_worker_is_refused(worker, pages):
 
 
 async def test_connecting_to_a_hung_worker_ends_in_time_and_can_be_repeated(worker, pages, monkeypatch):
-    """A source that does not answer costs its timeout and no more; once it goes on, connecting works."""
+    """Connecting to a source that does not answer ends at its timeout; when the source continues, connecting
+    succeeds."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = worker(env=TCP), pages("nixl")
     peer = source.peer
@@ -150,7 +151,8 @@ async def test_connecting_to_a_hung_worker_ends_in_time_and_can_be_repeated(work
 
 
 async def test_peers_that_do_not_answer_delay_no_other(worker, pages, monkeypatch):
-    """With eight silent peers, twelve healthy ones that are asked after them connect before those have failed."""
+    """With eight silent peers, twelve healthy ones whose connects started later are connected before those have
+    failed."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     silent, healthy = worker("silent", env=TCP, agents=8), worker("healthy", env=TCP, agents=12)
     sink, refused, met = pages("nixl"), silent.peers, healthy.peers
@@ -167,8 +169,8 @@ async def test_peers_that_do_not_answer_delay_no_other(worker, pages, monkeypatc
 
 
 async def test_an_attempt_with_a_replaced_agents_metadata_is_not_joined(worker, pages, monkeypatch, expected):
-    """A peer whose agent was replaced has the same name and another address: who knows that one connects to it, though
-    an attempt to the former one still waits, which then fails."""
+    """A peer whose agent was replaced has the same name and other metadata. Its connect starts a new attempt and does
+    not join the waiting one to the former agent, which then fails."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     former, latter, sink = worker(env=TCP), worker(env=TCP), pages("nixl")
     assert former.peer.agent_name == latter.peer.agent_name
@@ -184,7 +186,8 @@ async def test_an_attempt_with_a_replaced_agents_metadata_is_not_joined(worker, 
 
 
 async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker, pages, expected):
-    """Same worker id, new incarnation: it is connected beside the old one, which its owner then forgets."""
+    """A source with the same worker id and a new incarnation is connected next to the old incarnation, which its owner
+    then forgets."""
     first, sink = worker(incarnation="1"), pages("nixl")
     await sink.transport.connect(first.peer, 10)
     await sink.transport.read(first.peer, [(0, 0)], 10)
@@ -201,7 +204,8 @@ async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker
 
 
 async def test_a_read_of_many_batches_is_whole_when_it_returns(worker, pages, expected):
-    """Over shared memory, where a batch lands as it is posted, the read does not end before the last one."""
+    """Over shared memory, where a batch is complete when it has been posted, a read does not return before its last
+    batch."""
     count = (BATCHES_IN_FLIGHT + 2) * BATCH_BYTES // MIB + 1
     source, sink = worker(num_blocks=count, block_bytes=MIB), pages("nixl", num_blocks=count, block_bytes=MIB)
     for block in range(count):
@@ -223,7 +227,7 @@ def error_in_flight(agent, errors):
 async def test_after_a_failed_transfer_the_peer_can_be_read_again(
     nixl_source, pages, monkeypatch, expected, call, fault
 ):
-    """An error of one transfer fails that read alone, with TransferFailed; the next makes the connection anew."""
+    """An error of one transfer fails that read alone, with TransferFailed; the next read reconnects."""
     sink = pages("nixl")
     await sink.transport.connect(nixl_source.peer, 10)
     agent = sink.transport._owner.agent._agent
@@ -281,7 +285,7 @@ async def test_a_read_that_was_posted_in_part_never_writes_again(worker, pages, 
 
 
 async def test_control_memory_that_is_given_back_after_a_failed_post_is_written(worker, pages, monkeypatch):
-    """The control of the test above: its handle is released as if nothing had been posted."""
+    """Control of the test above: the handle is released as if nothing had been posted."""
     monkeypatch.setattr(NixlReads, "_may_be_in_flight", lambda self, remote, error: False)
     assert await half_posted(worker, pages, monkeypatch, 30.0) == (False, True)
 
@@ -289,8 +293,8 @@ async def test_control_memory_that_is_given_back_after_a_failed_post_is_written(
 async def test_the_reader_of_a_silent_source_learns_of_it_before_its_memory_is_safe(
     worker, pages, monkeypatch, expected
 ):
-    """`failing` is called when the batch stalls. The read ends later, and until then the source takes no other; once
-    the source goes on, it can be connected and read again."""
+    """`failing` is called when the batch stalls. The read ends later, and until then the source accepts no other; when
+    the source continues, it can be connected and read again."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
     source.fill(3, 3)
@@ -314,7 +318,8 @@ async def test_the_reader_of_a_silent_source_learns_of_it_before_its_memory_is_s
 
 
 async def test_a_receiver_of_a_silent_source_fails_while_its_blocks_stay_reserved(worker, pages, monkeypatch):
-    """finish raises when the batch stalls, abort returns when the source has gone on and nothing can be written."""
+    """`finish` raises when the batch stalls; `abort` returns when the source has continued and nothing can be written
+    any more."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
     await sink.transport.connect(source.peer, 10)
@@ -337,7 +342,7 @@ async def test_a_receiver_of_a_silent_source_fails_while_its_blocks_stay_reserve
 
 
 async def test_a_read_may_take_longer_than_its_stall(worker, pages, monkeypatch, expected):
-    """What counts is that batches arrive: a source that stops at each of them, for a while, costs no read."""
+    """Only a batch has a time limit: a source that pauses at each batch fails no read."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", MIB)
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
@@ -362,9 +367,9 @@ async def test_a_read_may_take_longer_than_its_stall(worker, pages, monkeypatch,
 
 
 async def test_a_reader_that_stood_still_does_not_take_its_source_for_silent(worker, pages, monkeypatch, expected):
-    """Time in which the owner thread made no rounds does not count: the bytes may have been there all along."""
+    """Time in which the owner thread made no rounds does not count, because the bytes may have arrived meanwhile."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", 16 * MIB)  # more than the sockets hold
+    monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", 16 * MIB)  # more than the sockets can buffer
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", num_blocks=16, block_bytes=MIB)
     source.fill(15, 15)
     await sink.transport.connect(source.peer, 10)
@@ -415,14 +420,14 @@ async def expired_read(transport, peer, pairs):
 
 @pytest.mark.parametrize("end_read", [cancelled_read, expired_read])
 async def test_a_read_that_ended_never_writes_again(worker, tcp_source, pages, monkeypatch, expected, end_read):
-    """Neither after a cancellation nor after a timeout can a hung source, once it goes on, reach the local blocks."""
+    """Neither after a cancellation nor after a timeout can a hung source that continues write to the local blocks."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(nixl_reads, "ABORT_GRACE_S", 0.3)
     assert not await late_write(worker, tcp_source, pages, expected, end_read)
 
 
 async def test_without_the_replaced_agent_a_late_write_happens(worker, tcp_source, pages, monkeypatch, expected):
-    """The control of the test above: releasing the handles alone lets the bytes land in blocks that were given back."""
+    """Control of the test above: if only the handles are released, the bytes land in blocks that were freed."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(nixl_reads, "ABORT_GRACE_S", 0.3)
 
@@ -438,7 +443,8 @@ async def test_without_the_replaced_agent_a_late_write_happens(worker, tcp_sourc
 
 
 async def test_a_hung_source_costs_no_other_reader_its_read(worker, tcp_source, pages, monkeypatch, expected):
-    """While one source hangs and its read is ended by force, reads from another go on and do that one no harm."""
+    """While one source hangs and its read is ended by replacing the agent, reads from another source continue and are
+    correct."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(nixl_reads, "ABORT_GRACE_S", 0.3)
     hung, sink = worker("hung", block_bytes=MIB, env=TCP), pages("nixl", num_blocks=32, block_bytes=MIB)
@@ -470,8 +476,8 @@ async def test_a_transport_whose_thread_ended_says_so(nixl_source, pages):
 
 
 async def test_a_thread_that_hangs_shows_in_what_is_under_way_and_refuses_to_close(pages, monkeypatch):
-    """`under_way` changes while the thread is well and stays the same while it hangs; close then raises, since the
-    pages may still be read and written, and succeeds when the thread has ended after all."""
+    """`under_way` changes while the thread runs and stays the same while it hangs; close then raises, because the pages
+    may still be read and written, and succeeds when the thread has ended."""
     monkeypatch.setattr(nixl_owner, "CLOSE_TIMEOUT_S", 0.2)
     transport, go = pages("nixl").transport, threading.Event()
     before = transport.under_way
@@ -488,7 +494,7 @@ async def test_a_thread_that_hangs_shows_in_what_is_under_way_and_refuses_to_clo
 
 
 async def test_an_idle_agent_uses_no_cpu(nixl_source):
-    """Over one second an idle worker spends less than 5 % of a core."""
+    """An idle worker uses less than 5 % of a core over one second."""
     source = nixl_source
     before, began = source.ask(cmd="cpu")["cpu"], time.monotonic()
     becomes_true(lambda: time.monotonic() > began + 1)
@@ -502,8 +508,8 @@ def test_four_workers_starting_at_once_all_come_up(worker):
 
 
 async def test_nothing_is_left_after_close(worker, pages, monkeypatch):
-    """A closed transport leaves no thread, no open file and no shared memory segment, in either process. It waits for
-    reads in flight, and where there are none it does not wait."""
+    """A closed transport leaves no thread, no open file and no shared memory segment in either process. It waits for
+    reads in flight, and only for those."""
     monkeypatch.setattr(nixl_owner, "CLOSE_GRACE_S", 5.0)
     before = segments()
     source, sink = worker(), pages("nixl")
@@ -535,7 +541,7 @@ def open_files() -> list[str]:
         try:
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listing
     return names
 
 

@@ -1,4 +1,4 @@
-"""Whose batch is posted next, and what has stalled: the bookkeeping under the NIXL transport, without NIXL."""
+"""Which batch is posted next, and what has stalled: the bookkeeping of the NIXL transport, without NIXL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_of(remote, *batches, stall=4.0, **more):
 
 
 def post(remote, now=0.0):
-    """What the transport does with the next batch; returns its number, None if nothing may be posted."""
+    """Does what the transport does with the next batch; returns its number, None if nothing may be posted."""
     read = remote.next_read()
     if read is None:
         return None
@@ -50,7 +50,7 @@ def test_reads_from_one_peer_take_turns_and_share_what_is_in_flight(remote):
 
 
 def test_a_warm_up_reads_twice_one_after_the_other(remote):
-    """The second is posted when wire-up is over, which the first one's end shows."""
+    """The second warm-up batch is posted when the first one has ended, because only then is wire-up complete."""
     warm_up = read_of(remote, 1, 2, warm_up=True)
     assert [post(remote), post(remote)] == [1, None]
     land(warm_up)
@@ -58,7 +58,7 @@ def test_a_warm_up_reads_twice_one_after_the_other(remote):
 
 
 def test_only_a_posted_batch_can_stall(remote):
-    """A read that waits for its turn is not late; a batch is when its own read's stall has passed."""
+    """A read that waits for its turn does not stall; a batch stalls when the limit of its own read has passed."""
     first = read_of(remote, 1, 2, stall=1.0)
     read_of(remote, 11, stall=0.1)
     assert not remote.stalled(100.0)
@@ -70,7 +70,7 @@ def test_only_a_posted_batch_can_stall(remote):
 
 
 def test_a_failed_connection_takes_nothing_until_it_is_empty(remote):
-    """What is in flight over it ends first; then it may be made anew."""
+    """Batches in flight over a failed connection end before it is made again."""
     read = read_of(remote, 1, 2)
     post(remote)
     remote.fail()
@@ -81,7 +81,7 @@ def test_a_failed_connection_takes_nothing_until_it_is_empty(remote):
 
 
 def test_with_a_new_agent_batches_in_flight_are_posted_again_in_order_unless_the_read_has_failed(remote):
-    """Nothing is lost, and nothing is posted for a reader that was given its error."""
+    """No batch is lost, and none is posted for a reader that already has its error."""
     going, stopped = read_of(remote, 1, 2, 3), read_of(remote, 11, 12)
     remote.reads.remove(stopped)
     post(remote), post(remote)
@@ -96,7 +96,7 @@ def test_with_a_new_agent_batches_in_flight_are_posted_again_in_order_unless_the
 
 
 def test_a_reader_is_told_once_and_the_first_error_stays(remote):
-    """A read that is given up for silence and then for the end of the transport failed because of the silence."""
+    """A read that is given up for silence, and then because the transport ends, reports the silence."""
     told = []
     read = read_of(remote, 1, failing=told.append)
     silent, closed = TransferFailed("silent"), TransferFailed("closed")
@@ -107,7 +107,7 @@ def test_a_reader_is_told_once_and_the_first_error_stays(remote):
 
 
 def test_a_stopped_read_is_overdue_only_while_it_is_in_flight(remote):
-    """The agent is replaced for what may still be written, and for nothing else."""
+    """The agent is replaced only for memory that may still be written."""
     read = read_of(remote, 1)
     post(remote)
     assert not remote.overdue(100.0, 10.0)
@@ -119,7 +119,7 @@ def test_a_stopped_read_is_overdue_only_while_it_is_in_flight(remote):
 
 
 def test_a_read_that_failed_in_part_tells_its_reader_when_the_rest_hangs(remote):
-    """The first error is told, once; a stop that ends at once needs no word before its end."""
+    """The first error is reported once; a stop that ends at once is not reported before its end."""
     told = []
     read = read_of(remote, 1, 2, failing=told.append)
     first = TransferFailed("one batch failed")

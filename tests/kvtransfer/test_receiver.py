@@ -1,4 +1,4 @@
-"""The decode side of a transfer: nothing is accepted that is not provably what the source announced."""
+"""The decode side of a transfer: it accepts only what is provably what the source announced."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def receiving(*arguments, **named):
 
 @pytest.fixture
 def here(pages):
-    """A source in this process that tests may change, every block filled with its own pattern."""
+    """A source in this process that tests may change, each block filled with its own pattern."""
     made = pages("inprocess", "source")
     for block in range(16):
         made.fill(block, block)
@@ -70,7 +70,7 @@ async def there(here, pages):
 
 
 async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expected):
-    """Announced in any order and in pieces, every block lands where it was reserved; the account adds up."""
+    """Announced in any order and in parts, every block lands where it was reserved, and the statistics are right."""
     await sink.transport.connect(source.peer, 10)
     began = time.monotonic()
     async with receiving(sink, source.peer) as receiver:
@@ -87,7 +87,7 @@ async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expec
 
 
 async def test_an_empty_transfer_is_complete(here, there):
-    """If the decode worker's own cache held everything, there is nothing to wait for."""
+    """If the decode worker's own cache has every block, there is nothing to wait for."""
     async with receiving(there, here.peer, contexts={}, local_blocks={}) as receiver:
         stats = await receiver.finish()
     assert (stats.blocks, stats.bytes) == (0, 0)
@@ -95,7 +95,7 @@ async def test_an_empty_transfer_is_complete(here, there):
 
 @pytest.mark.parametrize("kind", ["nixl"])
 async def test_blocks_move_while_the_source_still_fills_later_ones(worker, sink, expected):
-    """The first chunk has landed before the second is even computed."""
+    """The first chunk has landed before the second one is computed."""
     source = worker()
     await sink.transport.connect(source.peer, 10)
     async with receiving(sink, source.peer) as receiver:
@@ -109,7 +109,7 @@ async def test_blocks_move_while_the_source_still_fills_later_ones(worker, sink,
 
 @pytest.mark.parametrize("kind", ["nixl"])
 async def test_a_byte_changed_at_the_source_after_its_announcement_is_refused(worker, sink):
-    """Blocks that the source reused too early never pass for what it announced."""
+    """Blocks that the source reused too early are never accepted as what it announced."""
     source = worker()
     for block in range(16):
         source.fill(block, block)
@@ -130,7 +130,7 @@ def flip_after_landing(there, index):
 
 
 async def test_a_byte_changed_after_landing_is_refused(here, there, faulty):
-    """A write into a landed block, from anywhere, is found."""
+    """A write to a landed block, from any cause, is detected."""
     transport = faulty(there.transport)
     transport.after = flip_after_landing(there, 6)
     async with receiving(there, here.peer, transport=transport) as receiver:
@@ -140,7 +140,7 @@ async def test_a_byte_changed_after_landing_is_refused(here, there, faulty):
 
 
 async def test_without_verification_the_same_byte_is_accepted(here, there, faulty, monkeypatch):
-    """The control: with the digest check switched off, the corruption above goes through."""
+    """Control: with the digest check switched off, the corruption above is accepted."""
     monkeypatch.setattr(kvtransfer.receiver.Receiver, "_first_wrong", lambda self, blocks: None)
     transport = faulty(there.transport)
     transport.after = flip_after_landing(there, 6)
@@ -150,7 +150,7 @@ async def test_without_verification_the_same_byte_is_accepted(here, there, fault
 
 
 async def test_right_bytes_in_the_wrong_place_are_refused(here, there):
-    """A digest binds bytes to their context: two blocks swapped, or another prompt's block, do not match."""
+    """A digest binds bytes to their context: two swapped blocks, or another prompt's block, do not match."""
     swapped = [ready(0), ready(1)]
     swapped = [dataclasses.replace(swapped[1], index=0), dataclasses.replace(swapped[0], index=1)]
     async with receiving(there, here.peer) as receiver:
@@ -191,7 +191,7 @@ async def test_blocks_that_nobody_asked_for_are_refused(here, there):
 
 
 async def test_an_error_in_one_announcement_dooms_the_transfer(here, there):
-    """After a refused announcement finish fails too, even if all expected blocks came as well."""
+    """After a refused announcement `finish` fails, even if all expected blocks arrived as well."""
     async with receiving(there, here.peer) as receiver:
         await receiver.add([ready(index) for index in range(COUNT)])
         with pytest.raises(DataLoss):
@@ -201,14 +201,14 @@ async def test_an_error_in_one_announcement_dooms_the_transfer(here, there):
 
 
 def test_a_ticket_of_another_life_is_refused(here, pages):
-    """A ticket from before the source's restart never reads the new life's memory."""
+    """A ticket from before the source's restart never reads the memory of the new incarnation."""
     sink = pages("inprocess", "sink")
     with pytest.raises(StaleTransfer):
         receiver_of(sink, here.peer, ticket=Ticket("t", 1, "an earlier life"))
 
 
 def test_reservations_must_match_the_expected_blocks(here, pages):
-    """Every expected index has one local block of its own."""
+    """Every expected index has its own local block."""
     sink = pages("inprocess", "sink")
     with pytest.raises(InvalidRequest):
         receiver_of(sink, here.peer, local_blocks={0: 0})
@@ -217,7 +217,7 @@ def test_reservations_must_match_the_expected_blocks(here, pages):
 
 
 async def test_a_lost_source_ends_the_transfer(here, there):
-    """If the source goes away, finish says WorkerLost."""
+    """If the source is lost, `finish` raises WorkerLost."""
     peer = here.peer
     async with receiving(there, peer) as receiver:
         await receiver.add([ready(0)])
@@ -242,7 +242,7 @@ def failing_every(count, transport):
 
 
 async def transfers_with_one_read_in_four_failing(here, there, faulty):
-    """Ten receivers of four parts each; returns how often they read again."""
+    """Runs ten receivers with four parts each; returns the number of repeated reads."""
     transport, retries = failing_every(4, faulty(there.transport)), 0
     for _ in range(10):
         there.array[:] = 0
@@ -257,13 +257,13 @@ async def transfers_with_one_read_in_four_failing(here, there, faulty):
 
 
 async def test_one_read_in_four_failing_costs_no_transfer(here, there, faulty):
-    """A part whose read failed is read again, verified like any, and counted."""
+    """A part whose read failed is read again, verified like any other, and counted."""
     assert await transfers_with_one_read_in_four_failing(here, there, faulty) == 13
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
 async def test_one_nixl_read_in_four_failing_at_its_post_costs_no_transfer(source, sink, monkeypatch, expected):
-    """The same under the transport, where each failure also costs the connection."""
+    """The same below the transport, where each failure also ends the connection."""
     await sink.transport.connect(source.peer, 10)
     agent, posts, retries = sink.transport._owner.agent._agent, 0, 0
     transfer = agent.transfer
@@ -287,7 +287,7 @@ async def test_one_nixl_read_in_four_failing_at_its_post_costs_no_transfer(sourc
 
 
 async def test_with_one_attempt_the_same_faults_end_transfers(here, there, faulty, monkeypatch):
-    """The control of the test above."""
+    """Control of the test above."""
     monkeypatch.setattr(kvtransfer.receiver, "READ_ATTEMPTS", 1)
     with pytest.raises(TransferFailed):
         await transfers_with_one_read_in_four_failing(here, there, faulty)
@@ -304,7 +304,7 @@ async def test_a_part_is_read_at_most_twice(here, there, faulty):
 
 
 async def test_what_was_read_again_is_verified(here, there, faulty):
-    """A byte that changes in the second reading is found like one in the first, and not read a third time."""
+    """A byte that changes in the second read is detected as in the first, and not read a third time."""
     transport = failing_every(3, faulty(there.transport))
     transport.reads = 2
     transport.after = flip_after_landing(there, 0)
@@ -343,7 +343,7 @@ async def test_an_error_is_reported_while_the_read_still_holds_the_blocks(here, 
 
 
 async def test_a_bug_under_the_receiver_is_an_internal_error(here, there, faulty):
-    """An unforeseen exception is neither swallowed nor mistaken for a missing block."""
+    """An unforeseen exception is neither swallowed nor reported as a missing block."""
 
     async def buggy(pairs):
         raise ZeroDivisionError
@@ -357,7 +357,7 @@ async def test_a_bug_under_the_receiver_is_an_internal_error(here, there, faulty
 
 
 async def test_abort_waits_for_digests_that_are_being_made(here, there):
-    """Whoever makes them may also write the blocks: abort does not return in the middle of it."""
+    """Computing digests may also write the blocks, so abort does not return before it has ended."""
     begun, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(blocks):
@@ -427,7 +427,7 @@ async def test_a_cancelled_finish_still_aborts(here, there, faulty):
 
 
 async def test_sender_and_receiver_agree(here, there):
-    """What Sender announces, Receiver accepts, and the release then hands the source's blocks back."""
+    """The receiver accepts what the sender announces, and the release then returns the source's blocks."""
     book = Sender(here.peer.incarnation, digests_of(here.region))
     ticket = book.open("t")
     async with receiving(there, here.peer, ticket=ticket) as receiver:

@@ -1,4 +1,4 @@
-"""The book of open transfers: a release says yes exactly once, and only while the blocks are held."""
+"""The ledger of open transfers: a release succeeds exactly once, and only while the blocks are held."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def offers(*blocks, first=0):
 
 
 def test_an_announcement_carries_index_block_and_digest():
-    """What is announced is what the sink needs to read and to verify."""
+    """An announcement has what the sink needs to read and to verify."""
     sender = Sender("life", label)
     ticket = sender.open("t")
     assert sender.announce(ticket, [Offer(4, 17, b"c")]) == [ReadyBlock(4, 17, b"17 c")]
 
 
 def test_release_returns_the_held_blocks_once():
-    """The first release hands the blocks back in the order of the sequence; a second one is stale."""
+    """The first release returns the blocks in the order of the sequence; a second one is stale."""
     sender = Sender("life", label)
     ticket = sender.open("t")
     sender.announce(ticket, offers(8, 9, first=2))
@@ -41,7 +41,7 @@ def test_release_returns_the_held_blocks_once():
 
 
 def test_revoke_makes_the_ticket_dead_and_says_why():
-    """After a revocation neither release nor announce says yes; revoking again returns nothing."""
+    """After a revocation neither release nor announce succeeds; revoking again returns nothing."""
     sender = Sender("life", label)
     ticket = sender.open("t")
     sender.announce(ticket, offers(1, 2))
@@ -67,7 +67,7 @@ def test_an_old_generation_is_stale():
 
 
 def test_a_ticket_of_another_life_is_stale():
-    """A restarted worker refuses its earlier life's tickets, even where id and generation are the same again."""
+    """A restarted worker refuses the tickets of its earlier incarnation, even if id and generation are the same."""
     before, after = Sender("life 1", label), Sender("life 2", label)
     old, new = before.open("t"), after.open("t")
     assert (old.transfer_id, old.generation) == (new.transfer_id, new.generation)
@@ -109,7 +109,7 @@ def test_an_index_is_offered_once():
 
 
 def test_nothing_is_digested_for_a_dead_ticket():
-    """A stream that was cancelled costs no more time."""
+    """No digest is computed for a cancelled stream."""
     digested = []
     sender = Sender("life", lambda blocks: [digested.append(block) or b"" for block, _ in blocks])
     ticket = sender.open("t")
@@ -121,7 +121,7 @@ def test_nothing_is_digested_for_a_dead_ticket():
 
 
 def test_only_the_last_ends_are_remembered(monkeypatch):
-    """Of all others it is only known that they are not open."""
+    """For all other transfers the error only says that they are not open."""
     monkeypatch.setattr("kvtransfer.sender.MAX_REMEMBERED_ENDS", 2)
     sender = Sender("life", label)
     tickets = [sender.open(f"t{number}") for number in range(3)]
@@ -162,7 +162,7 @@ def test_revoke_during_an_announcement_wins():
 
 
 class Book(RuleBasedStateMachine):
-    """Random commands against a model: a set of held blocks per living ticket."""
+    """Random commands compared with a model: a set of held blocks for each open ticket."""
 
     @initialize()
     def start(self):

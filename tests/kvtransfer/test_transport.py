@@ -1,4 +1,4 @@
-"""What every transport promises."""
+"""The promises of every transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.errors import IncompatibleLayout, InvalidRequest, SettingsError, Wor
 
 
 async def test_bytes_arrive_equal_in_any_block_order(source, sink, expected):
-    """Every remote block arrives whole in the local block that it was asked into."""
+    """Every remote block arrives complete in the local block that was named for it."""
     remote = list(range(16))
     random.Random(7).shuffle(remote)
     await sink.transport.connect(source.peer, 10)
@@ -27,7 +27,7 @@ async def test_bytes_arrive_equal_in_any_block_order(source, sink, expected):
 
 
 async def test_only_the_named_blocks_are_written(source, sink, expected):
-    """A read leaves every local block alone that it does not name."""
+    """A read writes to no local block that it does not name."""
     sink.array[:] = 7
     await sink.transport.connect(source.peer, 10)
     await sink.transport.read(source.peer, [(3, 9)], 10)
@@ -52,7 +52,7 @@ async def test_an_empty_read_is_done_at_once(source, sink):
     ],
 )
 async def test_block_ids_out_of_range_are_refused_on_both_sides(source, sink, pairs, field):
-    """No byte moves for an id that does not exist, or for a local block named twice."""
+    """No byte moves for an id that does not exist, or if a local block is named twice."""
     await sink.transport.connect(source.peer, 10)
     with pytest.raises(InvalidRequest) as caught:
         await sink.transport.read(source.peer, [(5, 5), *pairs], 10)
@@ -64,7 +64,7 @@ async def test_block_ids_out_of_range_are_refused_on_both_sides(source, sink, pa
     "change", [{"layout_hash": "other"}, {"block_bytes": 2048}, {"transport": "other", "also": ()}]
 )
 async def test_another_layout_is_refused_before_any_byte_moves(source, sink, change):
-    """Pages that mean something else are never read, neither by connect nor by read."""
+    """Pages with another meaning are never read, neither by connect nor by read."""
     peer = dataclasses.replace(source.peer, **change)
     with pytest.raises(IncompatibleLayout):
         await sink.transport.connect(peer, 10)
@@ -74,14 +74,15 @@ async def test_another_layout_is_refused_before_any_byte_moves(source, sink, cha
 
 
 async def test_concurrent_connects_share_one_attempt(source, sink):
-    """Eight callers at once all end up connected, and repeating it does no harm."""
+    """Eight concurrent callers are all connected, and connecting again does no harm."""
     await asyncio.gather(*(sink.transport.connect(source.peer, 10) for _ in range(8)))
     await sink.transport.connect(source.peer, 10)
     await sink.transport.read(source.peer, [(0, 0)], 10)
 
 
 async def test_who_waits_for_the_end_of_a_read_leaves_cancelled_and_only_then():
-    """However often it is cancelled meanwhile; an error of the read itself is not raised again."""
+    """A wait for the end of a read ends only with the read, and then as cancelled, however often it was cancelled
+    meanwhile; an error of the read itself is not raised again."""
     read = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(settle(read, "the read"))
     for _ in range(2):
@@ -92,11 +93,11 @@ async def test_who_waits_for_the_end_of_a_read_leaves_cancelled_and_only_then():
     read.set_exception(WorkerLost("gone"))
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await settle(read, "the read")  # not cancelled: it just ends
+    await settle(read, "the read")  # not cancelled, so it returns
 
 
 async def test_a_cancelled_read_within_a_process_ends_after_its_copy(pages):
-    """Its memory may be given back when the read has returned, so nothing may be written later."""
+    """When the read has returned its memory may be freed, so nothing may be written later."""
     source, sink = pages("inprocess", "source"), pages("inprocess", "sink")
     await sink.transport.connect(source.peer, 10)
     copying, go_on = threading.Event(), threading.Event()
@@ -119,7 +120,7 @@ async def test_a_cancelled_read_within_a_process_ends_after_its_copy(pages):
 
 
 async def test_reads_at_once_do_not_mix(source, sink, expected):
-    """Sixteen reads in flight together land each in its own block."""
+    """Sixteen concurrent reads each land in their own block."""
     await sink.transport.connect(source.peer, 10)
     await asyncio.gather(*(sink.transport.read(source.peer, [(15 - b, b)], 10) for b in range(16)))
     for block in range(16):
@@ -127,7 +128,7 @@ async def test_reads_at_once_do_not_mix(source, sink, expected):
 
 
 async def test_a_peer_that_was_forgotten_must_be_connected_again(source, sink):
-    """After forget a read fails; after another connect it works."""
+    """After `forget` a read fails; after another connect it succeeds."""
     await sink.transport.connect(source.peer, 10)
     sink.transport.forget(source.peer)
     with pytest.raises(WorkerLost):
@@ -158,7 +159,7 @@ async def test_measure_link_gives_bytes_per_second(source, sink):
 
 
 async def test_a_source_that_closed_is_lost(pages):
-    """In one process too, a peer that is gone is WorkerLost and never old bytes."""
+    """In one process too, a peer that has closed raises WorkerLost and never yields old bytes."""
     source, sink = pages("inprocess", "source"), pages("inprocess", "sink")
     peer = source.peer
     await sink.transport.connect(peer, 10)
@@ -168,7 +169,7 @@ async def test_a_source_that_closed_is_lost(pages):
 
 
 def test_an_unknown_kind_is_a_settings_error(pages):
-    """The factory names what it knows."""
+    """The factory names the kinds that it knows."""
     region = pages("inprocess").region
     with pytest.raises(SettingsError):
         make_transport("carrier-pigeon", region, "w", "1", "l")

@@ -1,4 +1,4 @@
-"""Learning the transport from UCX's log, without guessing."""
+"""The transport of a link is learned from UCX's log, without guessing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(log, text):
 
 
 def test_without_lanes_it_is_known_only_while_all_tables_agree(log):
-    """One candidate is known by elimination; with two the answer is None, not a guess."""
+    """A single candidate is the answer; with two the answer is None, not a guess."""
     write(log, CMA)
     assert log.transport("w@1", "0x1", 4096) == "cma"
     write(log, TCP)
@@ -51,7 +51,7 @@ def test_without_lanes_it_is_known_only_while_all_tables_agree(log):
 
 
 def configured(name, lane, cfg=None):
-    """What UCX prints when it configures an endpoint, with a number where the configuration is new."""
+    """UCX's output when it configures an endpoint, with a number if the configuration is new."""
     new = f"{STAMP} ucp_worker.c:1997 UCX  INFO    w@1 intra-node cfg#{cfg} rma_am(tcp/lo)\n" if cfg else ""
     head = f"{STAMP} wireup.c:1464 UCX  DEBUG   ep {name}: "
     return f"{new}{head}am_lane 0 wireup_msg_lane 0\n{head}lane[0]:  5:{lane} md[4] -> addr[5] rma_bw#0\n"
@@ -63,8 +63,8 @@ def endpoint(name, lane, cfg=None):
 
 
 def test_peers_that_connect_at_once_are_told_apart(log):
-    """Each endpoint has the table of its configuration, whatever was printed between, and by its lanes where an earlier
-    one has the same; lanes of which nothing is known leave None."""
+    """Each endpoint has the table of its configuration, whatever was printed in between, and by its lanes if an earlier
+    one has the same; unknown lanes give None."""
     write(log, endpoint("0x1", "cma/memory", 1))
     assert log.new_endpoint() == "0x1"
     write(log, endpoint("0x2", "tcp/lo", 2))
@@ -77,7 +77,7 @@ def test_peers_that_connect_at_once_are_told_apart(log):
 
 
 def test_wire_up_may_configure_an_endpoint_anew(log):
-    """The lanes printed last count, also when another endpoint was made between."""
+    """The lanes printed last count, also if another endpoint was made in between."""
     write(log, endpoint("0x1", "cma/memory", 1) + endpoint("0x2", "cma/memory") + configured("0x1", "tcp/lo", 2))
     write(log, CMA + TCP)
     assert log.transport("w@1", "0x1", 4096) == "tcp"
@@ -91,7 +91,8 @@ def test_configurations_that_the_lanes_cannot_tell_apart_are_not_guessed(log):
 
 
 def test_endpoints_and_agents_that_are_gone_are_forgotten(log):
-    """Neither peers that come and go nor connections from others make the books grow; a new agent begins anew."""
+    """The state does not grow with peers that come and go or with connections from others; a new agent begins without
+    state."""
     theirs = endpoint("0x9", "tcp/lo").replace("from api call", "remote connect")
     for _ in range(3):
         write(log, endpoint("0x1", "cma/memory", 1) + CMA + theirs)
@@ -103,7 +104,7 @@ def test_endpoints_and_agents_that_are_gone_are_forgotten(log):
 
 
 def test_the_row_of_the_block_size_counts(log):
-    """Small and large reads may take different paths; several rails are all named."""
+    """Small and large reads may take different paths; several network devices are all named."""
     rows = [
         "| 0..2047 | short | posix/memory |",
         "| 2048..65535 | zero-copy | rc_mlx5/mlx5_0:1 |",
@@ -117,7 +118,8 @@ def test_the_row_of_the_block_size_counts(log):
 
 
 def test_the_network_devices_of_the_chosen_transport_are_named(log):
-    """By the row of the block size; memory of this host is no device, and what is not known is empty."""
+    """Devices are taken from the row of the block size; host memory is no device, and unknown devices give an empty
+    string."""
     rows = [
         "| 0..65535 | short | tcp/eth1 |",
         "| 65536..inf | zero-copy | 50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1 |",
@@ -138,7 +140,7 @@ def test_tables_of_other_operations_and_agents_do_not_count(log):
 
 
 def test_a_line_cut_in_two_is_put_together(log):
-    """UCX may have written half a line when the log is read."""
+    """A line of which UCX has written only a part when the log is read is parsed when it is complete."""
     half = len(CMA) - 30
     write(log, CMA[:half])
     log.new_endpoint()
@@ -147,7 +149,7 @@ def test_a_line_cut_in_two_is_put_together(log):
 
 
 def test_trouble_is_passed_on_and_the_file_does_not_grow(log, caplog):
-    """Warnings and errors reach Python's logging; what was read takes no memory any more."""
+    """Warnings and errors are passed to Python's logging; the memory of what was read is freed."""
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             write(log, f"{STAMP} tcp_ep.c:260  UCX  ERROR connect() failed\n{STAMP} x.c:1 UCX  WARN  careful\n")
@@ -160,7 +162,7 @@ def test_trouble_is_passed_on_and_the_file_does_not_grow(log, caplog):
 
 
 def test_a_users_own_log_file_is_left_alone(log, monkeypatch):
-    """With UCX_LOG_FILE set by the user nothing is captured, and nothing is known."""
+    """With UCX_LOG_FILE set by the user nothing is captured, and the transport stays unknown."""
     monkeypatch.setenv("UCX_LOG_FILE", "theirs.log")
     fresh = UcxLog()
     with fresh.capture():
