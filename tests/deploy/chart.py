@@ -1,6 +1,6 @@
-"""The chart as tests see it, rendered by the real Helm library, offline.
+"""Renders the chart for tests, by the real Helm library, offline.
 
-`python -m tests.deploy.chart` writes what values.schema.json says of settings again, after a change of them.
+`python -m tests.deploy.chart` updates the settings in values.schema.json after a change of settings.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SCHEMA = CHART / "values.schema.json"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 NAME, NAMESPACE = "demo", "llm"
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# What the chart itself sets, by values of its own, or what has no use in a pod.
+# Settings that the chart sets from its own values, or that have no use in a pod.
 OWN = {
     *("prefill", "decode", "routers", "host", "advertise_host", "port", "http_port", "worker_port", "api_keys"),
     *("cluster", "metrics_port", "models", "host_workers"),
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
     *("redis", "ray_address", "logs", "transport"),
-    # The kubelet's startup probe is in its place.
+    # The kubelet's startup probe replaces it.
     "start_timeout_s",
-    # Here an HPA or KEDA sizes the pools.
+    # An HPA or KEDA sizes the pools.
     *("autoscale", "prefill_max", "decode_max", "autoscale_hold_s", "spares"),
 }
-# Which every role has a value of its own for.
+# Settings for which every role has its own value.
 OF_A_ROLE = ("drain_grace_s",)
-# In which the workers of two pools may differ and still serve one request together.
+# Settings that may differ between the workers of the two pools of one request.
 OF_A_POOL = (
     *("device", "gpu_share", "threads", "weight_cache", "weight_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
     *("prefill_tp", "decode_tp"),
@@ -55,8 +55,8 @@ def example(name: str) -> dict[str, Any]:
 
 
 def render(values: dict[str, Any], name: str = NAME, install: int = 0) -> list[Document]:
-    """The manifests, test hooks included; of another install the Secret is another one. Raises HelmError for values
-    that the schema refuses."""
+    """The manifests, test hooks included; each install has another Secret. Raises HelmError for values that the schema
+    refuses."""
     documents: list[Document] = json.loads(_render(json.dumps(values), name, install))
     return documents
 
@@ -68,7 +68,7 @@ def _render(values: str, name: str, install: int) -> str:
 
 
 def texts(values: dict[str, Any], name: str = NAME, namespace: str = NAMESPACE) -> dict[str, str]:
-    """The manifests as text, by their templates."""
+    """The manifests as text, by template."""
     with helm_python.Chart.load(CHART) as chart:
         found = chart.render(values, name=name, namespace=namespace)
     return {path: text for path, text in found.items() if path.endswith(".yaml")}
@@ -76,13 +76,13 @@ def texts(values: dict[str, Any], name: str = NAME, namespace: str = NAMESPACE) 
 
 @functools.cache
 def settings_schema() -> dict[str, Any]:
-    """What the code says of each setting, as a schema of values."""
+    """The schema of values for each setting, generated from the code."""
     found = Settings.model_json_schema()["properties"]
     return {name: _plain(schema) for name, schema in found.items() if name not in OWN}
 
 
 def definitions() -> dict[str, dict[str, Any]]:
-    """The properties of each place in the values where settings stand."""
+    """The properties of each place in the values that holds settings."""
     found = settings_schema()
     return {
         "settings": {name: schema for name, schema in found.items() if name not in OF_A_ROLE},

@@ -1,4 +1,4 @@
-"""Of the custom resources that the chart writes: the fields that it uses, as their definitions have them."""
+"""The fields of custom resources that the chart writes, as in their definitions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BEHAVIOR = an(
     policies=some(an("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)),
     stabilizationWindowSeconds=COUNT,
 )
-# Templates of pods are checked as Kubernetes' own.
+# Pod templates are checked with Kubernetes' own schema.
 _RESOURCES = an(requests=TEXTS, limits=TEXTS)
 _ENV = some(an("name", name=TEXT, value={"type": "string"}, valueFrom={"type": "object"}))
 _RAY_GROUP = {"rayStartParams": TEXTS, "template": {"type": "object"}, "resources": TEXTS, "labels": TEXTS}

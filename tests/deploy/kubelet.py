@@ -1,8 +1,8 @@
-"""Pods of rendered manifests as processes of this machine: the same commands, environment, probes and hooks.
+"""Runs pods of rendered manifests as processes of this machine: the same commands, environment, probes and hooks.
 
-What differs is said here. A pod's address is one of 127.0.0.0/8, and stands in for 0.0.0.0 and for the names of
+The differences: a pod's address is one of 127.0.0.0/8, and replaces 0.0.0.0 and the names of
 Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
-Of a pod one container runs, the first if no other is named: the others compile or fetch, or are Ray. Ray keeps its
+One container of a pod runs, by default the first: the others compile or fetch, or are Ray. Ray keeps its
 sockets in a short folder, which RAY_TMPDIR names; all nodes share it.
 """
 
@@ -28,11 +28,11 @@ from tests.support.copies import Copy
 from tests.support.harness import Process
 
 POLL_S = 0.05
-RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"  # what `ray` is
+RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"  # the `ray` command
 
 
 class Pod:
-    """One pod, started when made."""
+    """One pod, which starts when it is created."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Pod:
         folder: Path,
         container: str | None = None,
     ) -> None:
-        """`names`: of Services, and the addresses behind them."""
+        """`names`: those of Services, with the addresses that they stand for."""
         self.name, self.ip, self.spec = name, ip, template["spec"]
         containers = [*self.spec["containers"], *self.spec.get("initContainers", [])]
         self.container = next(one for one in containers if container in (None, one["name"]))
@@ -85,7 +85,7 @@ class Pod:
         return str(math.ceil(float(amount.removesuffix("m")) / (1000 if amount.endswith("m") else 1)))
 
     def _expand(self, text: str, env: dict[str, str] | None = None) -> str:
-        """As Kubernetes does it, and then to this machine."""
+        """Resolves references as Kubernetes does, then for this machine."""
         known = self.env if env is None else env
         text = re.sub(r"\$\((\w+)\)", lambda match: known.get(match[1], match[0]), text)
         for there, here in self._here.items():
@@ -97,7 +97,7 @@ class Pod:
         return ports.get(name, name)  # type: ignore[arg-type]
 
     def answers(self, probe: str) -> bool:
-        """What kubelet would make of it."""
+        """Whether kubelet would count the probe as successful."""
         asked = self.container[probe]
         timeout = asked.get("timeoutSeconds", 1)
         if "httpGet" in asked:
@@ -120,17 +120,17 @@ class Pod:
                 time.sleep(POLL_S)
 
     def prestop(self) -> float:
-        """Seconds that the hook sleeps; the pod still serves meanwhile."""
+        """The seconds that the hook sleeps; the pod still serves meanwhile."""
         hook: dict[str, Any] = self.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
         return float(hook["sleep"]["seconds"])
 
     def delete(self) -> Process:
-        """Starts the hook that is a command. SIGTERM comes after it."""
+        """Starts the hook if it is a command. SIGTERM comes after it."""
         return self._run(f"{self.name}-prestop", self.container["lifecycle"]["preStop"]["exec"]["command"])
 
     def terminate(self) -> None:
         self.process.signal(signal.SIGTERM)
 
     def ended(self) -> int:
-        """The exit code; fails when it takes longer than the pod's grace."""
+        """The exit code; fails if the end takes longer than the pod's grace period."""
         return self.process.popen.wait(self.spec["terminationGracePeriodSeconds"])

@@ -1,6 +1,6 @@
-"""What KubeRay makes of a RayCluster: a Service for the head, and pods whose first container runs `ray start`.
+"""Creates what KubeRay makes of a RayCluster: a Service for the head, and pods whose first container runs `ray start`.
 
-As its operator of version 1.7 does it (ray-operator/controllers/ray/common/pod.go), without what has no meaning on one
+Follows version 1.7 of its operator (ray-operator/controllers/ray/common/pod.go), without what has no use on one
 machine: the ports of its own metrics, the containers of its autoscaler, the container that waits for the head. All
 nodes are on one machine here, where Ray listens on all addresses: each is told its own, and every port is another one.
 """
@@ -22,8 +22,8 @@ def head_service(cluster: Document) -> str:
 
 
 def templates(cluster: Document, gcs: int, raylet: int) -> dict[str, Document]:
-    """The pods' templates by group, with the command and the environment that KubeRay gives the first container, and
-    the ports of the head's GCS and of this node's raylet."""
+    """The pod templates by group, with the command and environment that KubeRay gives the first container, and the
+    ports of the head's GCS and of this node's raylet."""
     spec = cluster["spec"]
     made = copy.deepcopy(groups(cluster))
     described = {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}

@@ -1,5 +1,5 @@
-"""Each alert of the chart fires for what it is about, and not for a cluster that is well. Evaluated by Prometheus's own
-promtool, over series as the processes give them."""
+"""Each alert of the chart fires for its condition, and not for a healthy cluster. Evaluated by Prometheus's own
+promtool, over series as the processes export them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stays(value: float | str, minutes: int = 60) -> str:
 
 
 def requests(minutes: int = 60, **outcomes: float) -> list[dict[str, str]]:
-    """Per minute, by outcome; of refusals the reason is the cluster's, `invalid` ones are the client's."""
+    """Requests per minute, by outcome; the reason of refusals is the cluster's, that of `invalid` ones the client's."""
     about = {
         "ok": 'outcome="ok",reason=""',
         "failed": 'outcome="failed",reason="WORKER_LOST"',
@@ -55,7 +55,7 @@ def histogram(name: str, edge: str, total: float, good: float, minutes: int) -> 
 
 
 def of(pool: str, name: str, *values: float | str, more: str = "") -> list[dict[str, str]]:
-    """A gauge of each worker."""
+    """A gauge for each worker."""
     return [
         series(name, f'pool="{pool}",worker="{pool}-{number}"{more}', value if isinstance(value, str) else stays(value))
         for number, value in enumerate(values)
@@ -75,7 +75,7 @@ class Case:
     alert: str
     what: str
     given: list[dict[str, str]]
-    windows: tuple[str, ...] | None  # that fire, of an error budget; () or None: none does
+    windows: tuple[str, ...] | None  # of an error budget, those that fire; () or None: none
     fires: bool = False
     at: str = "1h"
 
@@ -175,7 +175,7 @@ CASES = [
 
 
 def expected(one: Case, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The alerts that fire, as promtool compares them."""
+    """The alerts that must fire, in the form that promtool compares."""
     if not one.fires:
         return []
     wanted = [rule for rule in known if rule["alert"] == one.alert]
@@ -185,8 +185,8 @@ def expected(one: Case, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def written(folder: Path, cases: list[Case], known: list[dict[str, Any]]) -> list[Path]:
-    """For each alert the file of its rules and the file of its tests. An error budget has no `for`, so it is evaluated
-    once, at the end of its days."""
+    """Writes for each alert the file of its rules and the file of its tests. An error budget has no `for`, so it is
+    evaluated once, at the end of its days."""
     files = []
     for alert in sorted({one.alert for one in cases}):
         mine = [one for one in cases if one.alert == alert]
@@ -219,13 +219,13 @@ def known_rules() -> list[dict[str, Any]]:
 
 
 def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
-    """Also an alert that will be added."""
+    """This holds for an alert that is added later, too."""
     for fires in (True, False):
         assert {one.alert for one in CASES if one.fires is fires} == {rule["alert"] for rule in rules()}
 
 
 def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(tmp_path: Path) -> None:
-    """With its labels and its page; an error budget by the windows in which it burns."""
+    """Each alert fires with its labels and its page; an error budget fires in the windows in which it burns."""
     done = promtool("test", "rules", *written(tmp_path, CASES, known_rules()))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert promtool("check", "rules", *tmp_path.glob("*.rules.yaml")).returncode == 0
@@ -233,7 +233,7 @@ def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(tmp_path: Pa
 
 @pytest.mark.parametrize("alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull"])
 def test_control_an_alert_with_another_bound_is_found(tmp_path: Path, alert: str) -> None:
-    """One that always fires, and one that never does."""
+    """Control: an alert that always fires and one that never fires are found."""
     cases = [one for one in CASES if one.alert == alert]
     for expression in ("vector(1)", "vector(1) > 2"):
         known = [{**rule, "expr": expression} if rule["alert"] == alert else rule for rule in known_rules()]

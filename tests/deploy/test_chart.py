@@ -1,4 +1,4 @@
-"""Promises of the chart: what it renders is Kubernetes' own, says what was asked, and fits together."""
+"""Promises of the chart: its manifests are valid for Kubernetes, contain the values, and fit together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCHEMAS = {kind: jsonschema.Draft202012Validator(schema) for kind, schema in crd
 
 
 def groups(document: Document) -> dict[str, Document]:
-    """The templates of pods of a RayCluster, by group."""
+    """The pod templates of a RayCluster, by group."""
     if document["kind"] != "RayCluster":
         return {}
     spec = document["spec"]
@@ -64,13 +64,13 @@ def _valid(text: str, version: str) -> None:
 
 
 def valid(documents: list[Document], version: str = NEWEST) -> None:
-    """Raises for the first one that an API server would not take, field by field."""
+    """Raises for the first object that an API server would refuse, field by field."""
     for document in documents:
         _valid(json.dumps(document, sort_keys=True), version)
 
 
 def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Every pod's metadata and spec, by the name of what makes it. A Deployment that is paused makes none."""
+    """Every pod's metadata and spec, by the name of its controller. A paused Deployment makes none."""
     for document in documents:
         name = document["metadata"]["name"]
         if document.get("spec", {}).get("paused"):
@@ -92,7 +92,7 @@ def named(documents: list[Document], kind: str, name: str) -> Document:
 
 
 def values_of(documents: list[Document], component: str) -> dict[str, str]:
-    """The environment of the component's container, as far as it stands there."""
+    """The environment of the component's container, as far as its values are in the manifest."""
     spec = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]
     return {one["name"]: one["value"] for one in spec["containers"][0]["env"] if "value" in one}
 
@@ -102,7 +102,7 @@ def values_of(documents: list[Document], component: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_valid_strictly(name: str) -> None:
-    """Helm's linter has nothing to say, and every field is one that Kubernetes knows."""
+    """Helm's linter reports nothing, and Kubernetes knows every field."""
     report = helm_python.lint(chart.CHART, example(name), strict=True, with_subcharts=True, kube_version=f"v{OLDEST}.0")
     assert not report["messages"]
     assert not report["errors"]
@@ -110,13 +110,13 @@ def test_an_example_is_valid_strictly(name: str) -> None:
 
 
 def test_everything_switched_on_is_valid_on_the_oldest_kubernetes() -> None:
-    """As `kubeVersion` promises."""
+    """The chart is valid on the version in `kubeVersion`."""
     valid(render({**example("rdma"), **FULL}), OLDEST)
     assert f">={OLDEST}.0-0" in (chart.CHART / "Chart.yaml").read_text()
 
 
 def test_the_check_would_see_a_wrong_field() -> None:
-    """The control: a field that nobody knows, in one of Kubernetes' own and in a custom resource."""
+    """Control: an unknown field is found, in one of Kubernetes' own objects and in a custom resource."""
     for document in render(example("rdma")):
         wrong = copy.deepcopy(document)
         wrong["replicaz"] = 3
@@ -162,7 +162,7 @@ def test_the_check_would_see_a_wrong_field() -> None:
     ],
 )
 def test_wrong_values_stop_the_install_by_name(values: dict[str, Any], told: str) -> None:
-    """A name that there is not, a value out of its bound, something that is missing."""
+    """An unknown name, a value out of its bounds, and a missing value are refused."""
     with pytest.raises(HelmError) as caught:
         render(values)
     assert told in str(caught.value)
@@ -172,7 +172,7 @@ def test_wrong_values_stop_the_install_by_name(values: dict[str, Any], told: str
 
 
 def test_settings_have_the_names_and_bounds_of_the_code() -> None:
-    """All but those that the chart sets by itself; `python -m tests.deploy.chart` writes them again."""
+    """This holds for all settings but those that the chart sets itself; `python -m tests.deploy.chart` updates them."""
     schema = json.loads(chart.SCHEMA.read_text())["$defs"]
     for name, properties in chart.definitions().items():
         assert schema[name]["properties"] == properties
@@ -180,7 +180,7 @@ def test_settings_have_the_names_and_bounds_of_the_code() -> None:
 
 
 def test_every_object_of_the_schema_refuses_unknown_names() -> None:
-    """But maps whose keys are the user's."""
+    """The exceptions are maps whose keys are the user's."""
 
     def walk(schema: Any, path: str) -> None:
         if not isinstance(schema, dict):
@@ -195,7 +195,7 @@ def test_every_object_of_the_schema_refuses_unknown_names() -> None:
 
 
 def chosen(name: str) -> st.SearchStrategy[Any]:
-    """A value that the schema takes for a setting."""
+    """A value that the schema accepts for a setting."""
     schema = chart.settings_schema()[name]
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
@@ -221,7 +221,7 @@ def chosen(name: str) -> st.SearchStrategy[Any]:
     return st.sampled_from(["/models/llama", "org/name", 'a "quoted" $(NAME)', "{{ .Values }}"])
 
 
-# Those that settings.load compares with one another are left to their defaults here.
+# Settings that settings.load compares with each other keep their defaults here.
 COMPARED = {"max_num_batched_tokens", "max_num_seqs", "speculation", "draft_model", "heartbeat_s", "heartbeat_ttl_s"}
 SETTINGS = st.fixed_dictionaries(
     {"model": st.sampled_from(["org/name", "/models/llama", "demo/model"])},
@@ -281,7 +281,8 @@ PROMETHEUS = {"prometheus": {"url": "http://p", "podMonitor": True, "rules": Tru
     suppress_health_check=list(HealthCheck),
 )
 def test_any_valid_values_give_valid_manifests_and_the_settings_that_were_asked(values: dict[str, Any]) -> None:
-    """The schema's yes is Kubernetes' yes, and what stands in values arrives in the process."""
+    """Values that the schema accepts give manifests that Kubernetes accepts, and the process gets the settings in the
+    values."""
     documents = render({**values, **PROMETHEUS})
     valid(documents)
     fits_together(documents)
@@ -302,7 +303,8 @@ def test_any_valid_values_give_valid_manifests_and_the_settings_that_were_asked(
 
 
 def fits_together(documents: list[Document]) -> None:
-    """What selects finds pods, what names a port, a volume or a Secret finds it, and nothing comes twice."""
+    """Checks that selectors match pods, that named ports, volumes and Secrets exist, and that nothing is defined
+    twice."""
     names = [(one["kind"], one["metadata"]["name"]) for one in documents]
     assert len(names) == len(set(names))
     templates = [pod for _, pod in pods(documents)]
@@ -349,13 +351,13 @@ def fits_together(documents: list[Document]) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_fits_together(name: str) -> None:
-    """Selectors, ports, volumes, Secrets and scalers find what they name."""
+    """Selectors, ports, volumes, Secrets and scalers refer to existing objects."""
     fits_together(render(example(name)))
 
 
 def test_processes_whose_answers_differ_never_meet() -> None:
-    """While an upgrade replaces pods, both kinds run: another model or dtype has another name in the registry. What
-    does not change an answer changes no name, so that jobs and streams go on."""
+    """During an upgrade both kinds of pods run: another model or dtype has another cluster name in the registry. A
+    value that does not change answers does not change the name, so that jobs and streams continue."""
 
     def clusters(settings: dict[str, Any], **values: Any) -> set[str]:
         documents = render({"settings": {"model": "a/b", **settings}, **values})
@@ -369,7 +371,7 @@ def test_processes_whose_answers_differ_never_meet() -> None:
 
 
 def test_both_pools_differ_in_nothing_but_their_name() -> None:
-    """One template: with the same values, renaming makes one out of the other."""
+    """Both pools have one template: with the same values, they differ only in the name."""
     documents = render(example("laptop"))
     prefill, decode = (json.dumps(named(documents, "Deployment", f"-{pool}")) for pool in ("prefill", "decode"))
     swap = {"prefill": "decode", "TANDEM_PREFILL": "TANDEM_DECODE"}
@@ -382,8 +384,9 @@ def test_both_pools_differ_in_nothing_but_their_name() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
-    """What runs may finish for drain_grace_s; before that a router still serves, until all know that it leaves. In a
-    RayCluster the supervisor drains, with the grace of its own pod, and the hook of the worker's waits for it."""
+    """Running requests may finish for drain_grace_s; before that a router still serves until proxies have removed the
+    endpoint. In a RayCluster the supervisor drains, within its own pod's grace period, and the worker's hook waits for
+    it."""
     templates = dict(pods(render(example(name))))
     for component in ("router", "prefill", "decode"):
         spec = templates[f"{NAME}-tandem-{component}"]["spec"]
@@ -403,7 +406,7 @@ def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pods_are_restricted(name: str) -> None:
-    """As the Pod Security Standard "restricted" asks, and more; IPC_LOCK where there is RDMA, and only there."""
+    """Pods meet the Pod Security Standard "restricted", and more; IPC_LOCK is added only with RDMA."""
     for pod, template in pods(render(example(name))):
         spec = template["spec"]
         # Ray's autoscaler, in the head's pod, asks Kubernetes for pods.
@@ -421,7 +424,8 @@ def test_pods_are_restricted(name: str) -> None:
 
 
 def test_no_secret_stands_in_a_pod() -> None:
-    """Tokens, passwords and URLs with them come from Secrets; the chart's own is long and new at each install."""
+    """Tokens, passwords and URLs with them come from Secrets; the chart's own token is long, and new at each
+    install."""
     found = []
     for install in range(2):
         documents = render(example("laptop"), install=install)
@@ -434,7 +438,7 @@ def test_no_secret_stands_in_a_pod() -> None:
 
 
 def test_kubernetes_makes_up_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a release named tandem every pod would get TANDEM_ROUTER_PORT, for the Service, unless told not to."""
+    """In a release named tandem, service links would give every pod TANDEM_ROUTER_PORT."""
     for name, template in pods(render({**example("laptop"), **FULL}, name="tandem")):
         assert template["spec"]["enableServiceLinks"] is False, name
     monkeypatch.setenv("TANDEM_ROUTER_PORT", "tcp://10.0.0.1:50051")  # the control
@@ -443,7 +447,8 @@ def test_kubernetes_makes_up_no_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_who_must_reaches_a_worker() -> None:
-    """A worker's port is the router's, its others are the pools' own; clients that are named are the only ones."""
+    """Only the router reaches a worker's gRPC port, only the pools reach all its ports, and only the named clients
+    reach the router."""
     documents = render(example("tenants"))
     for pool in ("prefill", "decode"):
         calls, blocks, scrape = named(documents, "NetworkPolicy", f"-{pool}")["spec"]["ingress"]
@@ -453,12 +458,13 @@ def test_only_who_must_reaches_a_worker() -> None:
         assert (of, "ports" in blocks) == (["prefill", "decode"], False)
         assert (scrape["ports"], len(scrape["from"])) == ([{"port": "metrics"}], 1)
     clients, scrape = named(documents, "NetworkPolicy", "-router")["spec"]["ingress"]
-    assert len(clients["from"]) == 2  # those that are named, and the test
+    assert len(clients["from"]) == 2  # the named clients, and the test
     assert scrape["ports"] == [{"port": "metrics"}]
 
 
 def test_every_probe_is_one_that_kubelet_can_ask() -> None:
-    """It has no certificate and no key: the port of the metrics needs neither, and its answers are the event loop's."""
+    """Kubelet has no certificate and no key: the metrics port needs neither, and its answers come from the event
+    loop."""
     secured = {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}, "api_keys": {"secret": "k"}}
     for values in (example("laptop"), {**example("laptop"), **secured}):
         documents = render(values)
@@ -477,7 +483,7 @@ def test_every_probe_is_one_that_kubelet_can_ask() -> None:
 
 
 def test_devices_memory_and_ucx_arrive() -> None:
-    """GPUs, RDMA devices, shared memory in RAM, UCX's environment, the pod's own address."""
+    """Pods have their GPUs, RDMA devices, shared memory in RAM, UCX's environment and their own address."""
     documents = render(example("rdma"))
     for pool in ("prefill", "decode"):
         spec = named(documents, "Deployment", f"-{pool}")["spec"]["template"]["spec"]
@@ -491,7 +497,8 @@ def test_devices_memory_and_ucx_arrive() -> None:
 
 
 def test_hub_models_are_fetched_once_and_then_nobody_asks_the_hub() -> None:
-    """A job for a shared volume; each pod runs the same command, which finds everything; workers are offline."""
+    """A job fetches into a shared volume; each pod runs the same command, which finds all files; workers are
+    offline."""
     documents = render(example("rdma"))
     (job,) = [one for one in documents if one["kind"] == "Job"]
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -505,8 +512,8 @@ def test_hub_models_are_fetched_once_and_then_nobody_asks_the_hub() -> None:
 
 
 def test_pools_scale_on_their_own_signals() -> None:
-    """Prefill on seconds of backlog, decode on KV or places in use, whichever wants more, each for a pod. A monitoring
-    outage is an error there, not a load of 0."""
+    """Prefill scales on seconds of backlog, decode on KV or places in use, whichever needs more pods, per pod. A
+    monitoring outage is an error there, not a load of 0."""
     keda = {one["metadata"]["name"]: one["spec"] for one in render(example("rdma")) if one["kind"] == "ScaledObject"}
     triggers = {name.rpartition("-")[2]: spec["triggers"] for name, spec in keda.items()}
     of = f'namespace="{NAMESPACE}",tandem="{NAME}-tandem"'
@@ -525,14 +532,14 @@ def test_pools_scale_on_their_own_signals() -> None:
 
 
 def test_objectives_can_only_be_edges_of_the_code_s_buckets() -> None:
-    """Else a share of requests within the objective would be interpolated."""
+    """Otherwise the share of requests within the objective would be interpolated."""
     slo = json.loads(chart.SCHEMA.read_text())["properties"]["slo"]["properties"]
     assert slo["ttft_s"]["enum"] == list(metrics.TTFT_BUCKETS)
     assert slo["tpot_s"]["enum"] == list(metrics.TOKEN_BUCKETS)
 
 
 def test_the_notes_say_what_comes_next() -> None:
-    """The commands for this release, and what is open."""
+    """The notes have the commands for this release, and what is still to be set."""
     with helm_python.Chart.load(chart.CHART) as loaded:
         notes = {
             name: loaded.render(example(name), name=NAME, namespace=NAMESPACE)["tandem/templates/NOTES.txt"]
@@ -545,7 +552,7 @@ def test_the_notes_say_what_comes_next() -> None:
 
 
 def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None:
-    """So that values.yaml is the whole list, with its defaults."""
+    """values.yaml is the complete list of values with their defaults."""
     schema = json.loads(chart.SCHEMA.read_text())
     defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
     assert set(defaults) == set(schema["properties"]) - {"global"}
@@ -554,7 +561,7 @@ def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None
 
 
 def test_the_burn_rates_are_those_of_the_objectives() -> None:
-    """Four windows for each objective; a shorter one with the same limit ends the alert when it is over."""
+    """Each objective has four windows; a shorter one with the same limit ends the alert when the burn is over."""
     documents = render({**example("rdma"), "slo": {"availability": 0.99, "ttft_s": 1.0, "tpot_s": 0.05}})
     (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
     burns = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemErrorBudgetBurn"]
@@ -569,7 +576,7 @@ def test_the_burn_rates_are_those_of_the_objectives() -> None:
 
 
 def test_the_chart_is_packaged_with_all_that_it_needs(tmp_path: Path) -> None:
-    """What `helm package` makes renders the same as the folder."""
+    """The package that `helm package` makes renders the same as the folder."""
     archive = helm_python.package(chart.CHART, destination=tmp_path)
     with helm_python.Chart.load(archive) as packed:
         texts = packed.render({**example("one-node"), "secret": "s"}, name=NAME, namespace=NAMESPACE)

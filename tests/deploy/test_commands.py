@@ -1,4 +1,4 @@
-"""The commands, the environment, the probes and the hooks of the laptop example, run as they stand in its manifests."""
+"""The commands, environment, probes and hooks of the laptop example, run as they are in its manifests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start(component, suffix)` gives a started pod of the release."""
     documents = render(example("laptop"))
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
-    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
+    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # a network whose ports no other test uses
     names = {f"{NAME}-tandem-valkey": f"{net}.2", f"{NAME}-tandem-router": f"{net}.3"}
     with ExitStack() as stack:
         count = 10
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 class Load:
-    """Requests, one after another, in some threads, until it is ended."""
+    """Sends requests one after another in some threads until it is ended."""
 
     def __init__(self, client: Client, expected: list[int]) -> None:
         self.done, self.wrong = 0, list[object]()
@@ -97,12 +97,13 @@ def states(client: Client) -> dict[str, str]:
 
 
 def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Start) -> None:
-    """Pods find each other by the registry alone, a pool grows and shrinks under load, and every end is orderly."""
+    """Pods find each other through the registry alone, a pool grows and shrinks under load, and every process ends in
+    order."""
     valkey = start("valkey", "0")
     valkey.wait_ready()
     router, decode = start("router", "a"), start("decode", "a")
     first, second = start("prefill", "a"), start("prefill", "b")
-    assert not decode.answers("readinessProbe")  # the control: nobody can be ready yet
+    assert not decode.answers("readinessProbe")  # the control: it cannot be ready yet
     for pod in (router, first, decode):
         pod.wait_ready()
         wait_until(lambda alive=pod: alive.answers("livenessProbe"))
@@ -138,7 +139,7 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
         timer = threading.Timer(router.prestop(), left.set)
         timer.start()
         while not left.wait(0.05):
-            client.workers()  # the hook: it still serves, for whoever has not heard yet
+            client.workers()  # the hook: it still serves clients that do not know yet
         router.terminate()
         second.terminate()
     assert router.ended() == 0
@@ -147,8 +148,9 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
 
 
 def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
-    """The first process of a container hears no signal for which it has no handler, and would keep its GPU for the
-    whole grace. 143 is this handler's word; without it the code would be -15 here, and nothing in a container."""
+    """The first process of a container receives no signal without a handler, and would keep its GPU for the whole grace
+    period. 143 is this handler's exit code; without it the code would be -15 here, and the process would not end in a
+    container."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
     process = Process("stuck", [sys.executable, "-c", STUCK], {**env, "PYTHONPATH": str(ROOT), "TANDEM_MODEL": "m"})
     try:
@@ -160,7 +162,7 @@ def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
 
 
 def parsed(command: list[str]) -> dict[str, object]:
-    """By the program itself, which refuses what it does not know."""
+    """The options as parsed by the program itself, which refuses unknown ones."""
     program, verb, *words = command
     if program == "ray":
         from ray.scripts.scripts import cli
@@ -175,7 +177,8 @@ def parsed(command: list[str]) -> dict[str, object]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within Ray
 def test_other_programs_know_the_options_that_they_get() -> None:
-    """Ray, whose commands KubeRay makes of the RayCluster, and the hub's client, which is not run here."""
+    """The programs are Ray, whose commands KubeRay makes from the RayCluster, and the hub's client, which is not run
+    here."""
     documents = render(example("ray"))
     (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
     nodes = kuberay.templates(cluster, kuberay.GCS_PORT, 6380)

@@ -1,4 +1,5 @@
-"""Promises of the images: nobody is root, nothing is left to chance, and the router's has no torch and needs none."""
+"""Promises of the images: no process is root, all versions are exact, and the router's image has no torch and needs
+none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ USER = 10001
 TRACES = (
     "tandem.telemetry.tracing",
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
-)  # loaded only where they are on
+)  # loaded only where they are switched on
 ONLY = """
 import importlib.abc, importlib.metadata, importlib.util, os, sys
 from packaging.utils import canonicalize_name
@@ -49,7 +50,7 @@ def instructions(image: str) -> list[tuple[str, str]]:
 
 
 def problems(image: list[tuple[str, str]]) -> set[str]:
-    """What a reviewer would object to."""
+    """The problems that a reviewer would report."""
     found = set()
     last = max(number for number, (name, _) in enumerate(image) if name == "FROM")
     users = [value for name, value in image[last:] if name == "USER"]
@@ -72,19 +73,19 @@ def problems(image: list[tuple[str, str]]) -> set[str]:
         if name == "RUN" and "apt-get install" in value and not clean:
             found.add("apt")
         if name in ("CMD", "ENTRYPOINT") and not value.startswith("["):
-            found.add("shell")  # it would not pass on SIGTERM
+            found.add("shell")  # a shell does not forward SIGTERM
     return found
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_is_as_it_should_be(image: str) -> None:
-    """Not root, a base with a version, exact packages, a first process that hears signals."""
+    """An image has no root user, a base with a version, exact packages, and a first process that receives signals."""
     assert problems(instructions(image)) == set()
     assert ("USER", f"{USER}:{USER}") in instructions(image)
 
 
 def test_the_rules_find_what_they_are_for() -> None:
-    """The control."""
+    """Control: each rule finds its violation."""
     wrong = [
         *(("FROM", "python:latest"), ("ADD", "x y"), ("ENV", "HUB_TOKEN=1"), ("COPY", ". /app")),
         *(("RUN", "pip install torch"), ("RUN", "apt-get install -y g++"), ("CMD", "tandem up")),
@@ -94,7 +95,7 @@ def test_the_rules_find_what_they_are_for() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
-    """Of this repository, and through .dockerignore."""
+    """Everything that an image copies is in this repository and passes .dockerignore."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for name, value in instructions(image):
         if name != "COPY" or value.startswith("--from"):
@@ -114,11 +115,11 @@ def test_the_locks_are_part_of_the_lock(part: str) -> None:
 
 
 def test_every_device_has_the_torch_of_the_lock_and_each_library_exactly() -> None:
-    """What torch itself asks for is not exact, and two builds of one image would differ. A device of which there is a
-    lock is one that the Dockerfile takes."""
+    """torch's own requirements are not exact, so two builds of one image would differ. Each device with a lock is one
+    that the Dockerfile accepts."""
     torch = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("torch=="))
     cuda = [line for line in (FOLDER / "requirements-cuda13.lock").read_text().splitlines() if line[0] != "#"]
-    assert cuda[0] == torch.replace("==", "===")  # never a CPU build in its place
+    assert cuda[0] == torch.replace("==", "===")  # `===` never accepts a CPU build
     assert all(re.fullmatch(r"[\w.-]+===?[\w.]+", line) for line in cuda)
     assert {"triton", "nvidia-nccl-cu13"} <= {line.partition("==")[0] for line in cuda}
     worker = {line.partition("==")[0] for line in locks.lock("worker").splitlines()}
@@ -131,7 +132,7 @@ def test_every_device_has_the_torch_of_the_lock_and_each_library_exactly() -> No
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_reaches_pip_and_apt_is_mounted_and_not_kept(image: str) -> None:
-    """Indexes, proxies and keys of the builder's network are secrets of a build; the base is an argument."""
+    """Indexes, proxies and keys of the builder's network are secrets of a build; the base image is an argument."""
     for name, value in instructions(image):
         if name == "RUN" and re.search(r"pip install(?!.*--no-build-isolation)", value):
             assert "--mount=type=secret,id=pip,target=/etc/pip.conf" in value
@@ -142,7 +143,7 @@ def test_what_reaches_pip_and_apt_is_mounted_and_not_kept(image: str) -> None:
 
 
 def copied(image: str, folder: Path) -> Path:
-    """What the image takes from this repository, as it lies there."""
+    """The files that the image copies from this repository."""
     for name, value in instructions(image):
         *sources, target = value.split()
         if name == "COPY" and not value.startswith("--from") and not target.startswith("/"):
@@ -154,15 +155,15 @@ def copied(image: str, folder: Path) -> Path:
 
 
 def imports(folder: Path, *modules: str) -> subprocess.CompletedProcess[str]:
-    """In a Python that has only what the router's image has, and of ours what is in this folder."""
+    """Imports in a Python that has only the packages of the router's image, and of Tandem only this folder."""
     lock = FOLDER / "requirements-router.lock"
     command = [sys.executable, "-c", ONLY, str(lock), *modules]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_router_needs_no_more_than_its_image_has(tmp_path: Path) -> None:
-    """The router, the command line, the planner, and what fetches models; the controls are a worker, which needs torch,
-    and an image without the engine's pure files."""
+    """The router, the command line, the planner and the model download run; the controls are a worker, which needs
+    torch, and an image without the engine's pure files."""
     folder = copied("router", tmp_path / "image")
     wanted = ("services.__main__", "services.router.server", "cli.main", "planner.capacity", "huggingface_hub", *TRACES)
     done = imports(folder, *wanted)
@@ -173,14 +174,14 @@ def test_the_router_needs_no_more_than_its_image_has(tmp_path: Path) -> None:
 
 
 def test_images_and_chart_agree() -> None:
-    """The user, the operators of every level, which no pod has a compiler's time or a folder for, and programs."""
+    """The user, the programs, and the operators of every level, for which no pod has a compiler or a folder."""
     assert any(name == "RUN" and "engine/kernels/build.py --all" in value for name, value in instructions("worker"))
     programs = set()
     for _, template in [*pods(render(example("laptop"))), *pods(render(example("ray")))]:
         assert template["spec"]["securityContext"]["runAsUser"] == USER
         for one in containers(template["spec"]):
             if "tandem-" in one["image"]:
-                command = one.get("command", ["ray"])  # absent: KubeRay's
+                command = one.get("command", ["ray"])  # absent: KubeRay sets it
                 programs.add((one["image"].partition(":")[0], command[0]))
             assert not any("kernels" in mount["mountPath"] for mount in one["volumeMounts"])
     known = {"tandem-router": {"python", "tandem", "hf"}, "tandem-worker": {"python", "ray"}}

@@ -1,4 +1,4 @@
-"""The images of this checkout, where `make images-test` has built them, and what stands in for a cluster."""
+"""The images of this checkout, if `make images-test` has built them, and the stand-in for a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.test_chart import pods
 
 
 def why_not() -> str:
-    """Why the images cannot be played here; empty if they can."""
+    """The reason why the images cannot be run here; empty if they can."""
     if lacks := build.missing():
         return lacks
     old = [image for image in build.IMAGES if build.stale(image)] if build.STORE.is_dir() else build.IMAGES
@@ -22,8 +22,9 @@ def why_not() -> str:
 
 @pytest.mark.timeout(240)
 def test_pods_of_the_chart_run_from_the_images() -> None:
-    """As user 10001 without a capability, with compiled operators, through both pools, over gRPC and HTTP. Building the
-    images takes longer than a suite may: `make images-test` does it, and kills and deletes pods in mid-stream."""
+    """Pods run as user 10001 without a capability, with compiled operators, through both pools, over gRPC and HTTP.
+    Building the images takes too long for a suite: `make images-test` builds them, and kills and deletes pods in
+    mid-stream."""
     if reason := why_not():
         pytest.skip(reason)
     with release.played(print) as running:
@@ -32,7 +33,7 @@ def test_pods_of_the_chart_run_from_the_images() -> None:
 
 
 def test_what_is_played_is_what_the_chart_says() -> None:
-    """Commands, images, limits and security of the manifests reach podman unchanged; the exceptions are few."""
+    """Commands, images, limits and security of the manifests are passed to podman unchanged, with few exceptions."""
     documents = release.manifests()
     keys = secrets_of(documents)
     for name, template in pods(documents):
@@ -55,8 +56,8 @@ def test_what_is_played_is_what_the_chart_says() -> None:
 
 
 def test_images_of_other_sources_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image's digest is of every file that it copies, so an old image is skipped with a reason, and never tested in
-    the place of this code."""
+    """An image's digest covers every file that it copies, so an old image is skipped with a reason, and never tested
+    instead of this code."""
     found = {image: build.sources(image) for image in build.IMAGES}
     assert len({*found.values()}) == len(build.IMAGES)
     read = build._copied

@@ -1,4 +1,5 @@
-"""A release of several models: one set of routers, and pools for each, which no other model's processes ever meet."""
+"""A release with several models: one set of routers, and pools for each model, which processes of other models never
+use."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ COMPONENTS = [f"{model}-{pool}" for model in ("chat", "small") for pool in ("pre
 
 
 def loaded(documents: list[Document], component: str) -> Settings:
-    """The settings as the component's process reads them."""
+    """The settings as the component's process loads them."""
     return read(named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0])
 
 
 def read(container: Document) -> Settings:
-    """The settings as a process of this container reads them."""
+    """The settings as a process of this container loads them."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TANDEM_")]:
             patch.delenv(name)
@@ -53,7 +54,7 @@ def cluster_of(pod: Document) -> str:
 
 
 def test_a_release_of_several_models_is_valid_and_fits_together() -> None:
-    """With all that is optional, for the oldest Kubernetes and the newest."""
+    """With all options, for the oldest and the newest Kubernetes."""
     keda = {"kind": "keda", "min": 1, "max": 3}
     more = {
         "prometheus": {"url": "http://p", "podMonitor": True, "rules": True, "dashboards": True},
@@ -78,7 +79,7 @@ def test_a_release_of_several_models_is_valid_and_fits_together() -> None:
 
 
 def test_workers_are_where_the_routers_look_for_them() -> None:
-    """Each with its model, by the settings that both read; and no pool is that of another model."""
+    """Workers and routers load the same model and registry name, and no pool is that of another model."""
     documents = render(VALUES)
     models = settings_of_models(loaded(documents, "router"))
     assert list(models) == ["chat", "small"]
@@ -95,7 +96,7 @@ def test_workers_are_where_the_routers_look_for_them() -> None:
 
 
 def test_what_a_model_says_stands_in_place_of_what_all_have() -> None:
-    """Also a zero: Helm's own merge would take it for absent."""
+    """A model's value replaces the common one, also if it is 0, which Helm's own merge would treat as absent."""
     documents = render(merged(VALUES, {"pools": {"decode": {"replicas": 2}}, "settings": {"place_by_prefix": False}}))
     specs = {part: named(documents, "Deployment", f"-{part}")["spec"] for part in COMPONENTS}
     assert [specs[part]["replicas"] for part in COMPONENTS] == [1, 4, 0, 2]
@@ -107,7 +108,8 @@ def test_what_a_model_says_stands_in_place_of_what_all_have() -> None:
 
 
 def test_an_upgrade_of_one_model_leaves_the_pods_of_the_others_alone() -> None:
-    """Another checkpoint has other pools in the registry; a third model, or another size, changes no pod of these."""
+    """Another checkpoint has other pools in the registry; a third model, or another size, changes no pod of the other
+    models."""
 
     def workers(*models: Values) -> dict[str, Document]:
         found = dict(pods(render({**VALUES, "models": list(models)})))
@@ -131,8 +133,8 @@ SCALED: Values = {"autoscaling": {"kind": "tandem", "min": 2}}
 
 @pytest.mark.parametrize("switch_roles", [False, True])
 def test_with_ray_each_model_has_a_supervisor_and_nodes_for_its_workers_alone(switch_roles: bool) -> None:
-    """What a driver's supervisor asks Ray for, by its own settings, is offered by the groups of its model and by no
-    other, which have the registry's pools of that model."""
+    """The resources that a driver's supervisor requests from Ray, by its own settings, are offered by the groups of its
+    model only, which have that model's pools in the registry."""
     same = {"prefill": {"replicas": 0, **CPU}, "decode": CPU} if switch_roles else SMALL["pools"]
     chat = merged(CHAT, {"pools": {"prefill": SCALED, "decode": SCALED}})
     ray = {"orchestrator": "ray", "ray": {"switch_roles": switch_roles}}
@@ -180,7 +182,7 @@ def test_with_ray_each_model_has_a_supervisor_and_nodes_for_its_workers_alone(sw
     ],
 )
 def test_wrong_models_stop_the_install_by_name(values: Values, told: str) -> None:
-    """What they cannot have, and what they cannot be together."""
+    """Values that a model cannot have, and models that cannot be combined, are refused."""
     with pytest.raises(HelmError) as caught:
         render(merged(VALUES, values))
     assert told in str(caught.value)

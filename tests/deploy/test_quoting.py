@@ -1,4 +1,4 @@
-"""Strings of the values that YAML would read as something else."""
+"""Strings in the values that YAML would read as another type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.deploy.test_values import merged
 
 Path = tuple[str | int, ...]
 Values = dict[str, Any]
-NAME = "on"  # of the release's objects, which must begin with a letter; a boolean in YAML
+NAME = "on"  # the release's name, which must begin with a letter; a boolean in YAML
 RELEASE, NAMESPACE = "90000", "90001"
 SCHEMA = json.loads(chart.SCHEMA.read_text())
 KEDA = {"autoscaling": {"kind": "keda"}}
@@ -40,7 +40,7 @@ RENDERED: tuple[Values, ...] = (
 
 
 def strings(schema: Values, path: Path = ()) -> Iterator[Path]:
-    """The places in the values where a string of digits may stand."""
+    """The places in the values that may hold a string of digits."""
     if "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
     for part in (*schema.get("allOf", ()), *schema.get("anyOf", ())):
@@ -70,8 +70,8 @@ def put(values: Any, path: Path, value: str) -> None:
 
 
 def test_every_string_of_the_values_stays_a_string() -> None:
-    """Names and keys such as "123" and on are quoted wherever they stand: Kubernetes refuses a number there. Each
-    string has digits of its own, so that the failure names the value."""
+    """Names and keys such as "123" and "on" are quoted everywhere, because Kubernetes refuses a number there. Each
+    string has its own digits, so that a failure names the value."""
     given: Values = {
         "fullnameOverride": NAME,
         "pools": {pool: {"rdma": {"count": 1}} for pool in ("prefill", "decode")},

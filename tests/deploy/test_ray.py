@@ -1,5 +1,5 @@
-"""A release with `orchestrator: ray`, by the commands in its manifests: Ray owns the workers, and may lose its head and
-pods."""
+"""A release with `orchestrator: ray`, run by the commands in its manifests: Ray owns the workers, and may lose its head
+and pods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOON_S = 120.0
 JOINED = "Ray runtime started"
 STARTS = 3
 STREAMS = 4  # two on each of two workers
-# A worker that drains, and one that has ended, of which the router has not heard yet: nothing was computed there.
+# Reasons of a draining worker, and of one that has ended without the router's knowledge: nothing was computed there.
 NOT_TAKEN = ("is draining; place the request elsewhere", "Connection refused")
 VALUES = example("laptop") | {"orchestrator": "ray"}
 EITHER = VALUES | {"ray": {"switch_roles": True}}
@@ -45,19 +45,19 @@ Start = Callable[..., Pod]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, because of sockets."""
+    """A short path, because of sockets."""
     with tempfile.TemporaryDirectory(prefix="tdm-", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
 @contextmanager
 def release(folder: Path, values: Document) -> Iterator[Start]:
-    """`start(component, suffix)` gives a started pod, of the address that its name had before; `of` are other values of
-    the release, whose secrets stay in an upgrade."""
+    """`start(component, suffix)` returns a started pod with the address that its name had before; `of` has other values
+    of the release, whose secrets stay the same in an upgrade."""
     documents = render(values)
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
     (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
-    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
+    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # a network whose ports no other test uses
     names = {
         f"{NAME}-tandem-valkey": f"{net}.2",
         f"{NAME}-tandem-router": f"{net}.3",
@@ -91,8 +91,9 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def node(start: Start, *about: str, **more: Any) -> Pod:
-    """A pod whose raylet is a node of the cluster. One that ends before is started again, as kubelet does it: Ray gives
-    the agents of a raylet 15 s to start (ray-project/ray, issue 65983), which take 8 s of a Zen 3 beside one worker."""
+    """A pod whose raylet is a node of the cluster. If it ends during the start, it is started again, as kubelet does:
+    Ray gives the agents of a raylet 15 s to start (ray-project/ray, issue 65983), of which they need 8 s on a Zen 3
+    next to one worker."""
     for _ in range(STARTS):
         pod = start(*about, **more)
         wait_until(lambda said=pod.process: JOINED in said.text() or said.popen.poll() is not None, SOON_S)
@@ -103,7 +104,7 @@ def node(start: Start, *about: str, **more: Any) -> Pod:
 
 
 def end(pod: Pod) -> None:
-    """The pod with everything in it, as when its machine is lost."""
+    """Kills the pod and everything in it, as when its machine is lost."""
     if pod.process.popen.poll() is None:
         family = psutil.Process(pod.process.popen.pid).children(recursive=True)
         pod.process.kill()
@@ -113,14 +114,14 @@ def end(pod: Pod) -> None:
 
 
 def said(folder: Path) -> str:
-    """The end of what each process of Ray's has written."""
+    """The end of the logs of each Ray process."""
     return "\n".join(
         f"{path.name}: {path.read_text()[-800:]}" for path in folder.glob("r/ray/session_latest/logs/worker*")
     )
 
 
 def router_of(start: Start, drivers: list[Pod], folder: Path) -> Pod:
-    """A router that is ready; fails with what the drivers and the workers have said."""
+    """A router that is ready; fails with the logs of drivers and workers."""
     router = start("router")
     try:
         router.wait_ready(SOON_S)
@@ -130,7 +131,7 @@ def router_of(start: Start, drivers: list[Pod], folder: Path) -> Pod:
 
 
 def started(folder: Path, worker: str) -> int:
-    """How often a supervisor has said that this worker serves. A router hears of it earlier."""
+    """How often a supervisor has logged that this worker serves. A router learns it earlier."""
     logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
     lines = [line for text in logs for line in text.splitlines() if "supervisor.worker" in line and worker in line]
     return sum("ready" in line for line in lines)
@@ -138,14 +139,15 @@ def started(folder: Path, worker: str) -> int:
 
 @contextmanager
 def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]]:
-    """Streams inside the block, which begins when two have ended on this worker: why this worker's attempt of one that
-    has ended was not its last, other than that it took it no more. Fails if a stream does, or has other tokens."""
+    """Runs streams inside the block, which begins when two have ended on this worker. Returns the reasons other than a
+    drain for which an attempt of an ended stream on this worker was not its last. Fails if a stream fails or has other
+    tokens."""
     again: list[str] = []
     served, stop = Counter[str](), threading.Event()
 
     def run() -> None:
         while not stop.is_set():
-            apart: Any = {"cache_salt": secrets.token_bytes(16)}  # else all could go where the prompt is cached
+            apart: Any = {"cache_salt": secrets.token_bytes(16)}  # otherwise all could go where the prompt is cached
             answer = client.generate(PROMPT, max_tokens=len(expected), ignore_eos=True, timeout=SOON_S, **apart)
             assert answer.token_ids == expected
             served[answer.receipt.decode_worker] += 1
@@ -164,7 +166,7 @@ def load(client: Client, expected: list[int], worker: str) -> Iterator[list[str]
 
 
 def when(client: Client, wanted: dict[str, str]) -> None:
-    """Returns when the workers and their hosts are these."""
+    """Waits until the workers and their hosts are these."""
 
     def found() -> dict[str, str]:
         workers = [one for one in client.workers().workers if one.state == "ready" and one.role != "router"]
@@ -175,13 +177,13 @@ def when(client: Client, wanted: dict[str, str]) -> None:
 
 @pytest.mark.timeout(400)
 def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, folder: Path) -> None:
-    """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` wants more of them. The
-    head and the driver are lost in the middle of a stream and come back: no token is lost, no worker starts again.
+    """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` adds workers. The
+    head and the driver are lost in the middle of a stream and come back: no token is lost, and no worker restarts.
 
     Then a pod is deleted under load: its worker drains, so that no request is computed again, its node ends by itself,
     and another worker starts in the next pod. The control: a pod that is lost costs its requests a second attempt.
 
-    At last an upgrade lets pods serve either pool: a worker in such a pod changes its pool with its process, and one in
+    Finally an upgrade lets pods serve either pool: a worker in such a pod changes its pool in its process, and one in
     an older pod does not."""
     start("valkey").wait_ready()
     head = node(start, "head", container="head")
@@ -235,7 +237,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         before = started(folder, "decode-1")
         either = node(start, "decode", "3", of=EITHER)
         when(client, workers | {"decode-1": either.ip})
-        wait_until(lambda: started(folder, "decode-1") > before, SOON_S)  # else its start is not over
+        wait_until(lambda: started(folder, "decode-1") > before, SOON_S)  # before that its start is not over
         process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
         client.scale(prefill=2, decode=1)
         when(client, workers | {"prefill-1": either.ip})
@@ -245,8 +247,8 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
 
 @pytest.mark.timeout(400)
 def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder: Path) -> None:
-    """Two supervisors share a Ray. Each starts its worker where a node offers the pool of its model, and routers find
-    both by their models; `tandem scale` of one model leaves the other alone."""
+    """Two supervisors share a Ray. Each starts its worker where a node offers its model's pool, and routers find both
+    by their models; `tandem scale` of one model does not change the other."""
     with release(folder, MODELS) as start:
         start("valkey").wait_ready()
         node(start, "head", container="head").wait_ready()

@@ -1,4 +1,4 @@
-"""What alerts, dashboards and scalers ask for, the code counts; and every alert has a page that says what to do."""
+"""The metrics in alerts, dashboards and scalers exist in the code, and every alert has a page that says what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECTIONS = ("## What it means", "## Look", "## Do")
 
 @functools.cache
 def counted() -> dict[str, set[str]]:
-    """Names of samples, and their labels, as the processes give them."""
+    """The names of samples and their labels, as the processes export them."""
     settings = Settings(model="m")
     load = Load("ready", 0, 0, 1, 0, 0, 0, 1.0, 0)
     reach = Reach(True, 0.001, (1, 2))
@@ -53,8 +53,8 @@ def samples(family: Metric) -> list[str]:
 
 
 def asked(query: str) -> Iterator[tuple[str, set[str]]]:
-    """Metrics of a query with the labels that it names, a name that is grouped by counted for each. Raises for what
-    Prometheus would not parse."""
+    """The metrics of a query with the labels that it uses; labels in `by` count if the query has a single metric.
+    Raises for queries that Prometheus would not parse."""
     tree = promql_parser.parse(query.replace("$__rate_interval", "5m"))
     found: list[tuple[str, set[str]]] = []
     grouped: set[str] = set()
@@ -93,7 +93,7 @@ def queries() -> list[str]:
 
 
 def test_every_query_is_about_something_that_is_counted() -> None:
-    """Name by name and label by label, and all of them for this release alone."""
+    """Every metric and label of a query exists, and every query selects this release only."""
     for query in queries():
         for name, labels in asked(query):
             assert name in counted(), query
@@ -105,7 +105,7 @@ def test_every_query_is_about_something_that_is_counted() -> None:
 
 
 def test_dashboards_have_their_panels() -> None:
-    """Each with queries, in two columns, none over another; what no YAML is would have given an empty board."""
+    """Each panel has queries, in two columns without overlap; invalid YAML would give an empty dashboard."""
     sources = {yaml.safe_load(path.read_text())["title"]: path for path in (CHART / "dashboards").iterdir()}
     assert len(sources) == 3
     assert {board["title"] for board in boards()} == set(sources)
@@ -122,12 +122,12 @@ def test_dashboards_have_their_panels() -> None:
     ["tandem_request_total", "tandem_queue_depth_total", 'sum(rate(tandem_requests_total{status="ok"}[5m]))'],
 )
 def test_the_check_finds_a_name_that_nobody_counts(query: str) -> None:
-    """The control."""
+    """Control: a metric that does not exist is found."""
     assert any(name not in counted() or not labels <= counted()[name] for name, labels in asked(query))
 
 
 def test_what_stands_in_the_alerts_are_values_that_the_code_has() -> None:
-    """A result, a state or an outcome that is misspelt would never fire."""
+    """An alert with a misspelt result, state or outcome would never fire."""
     said = {(label, value) for query in queries() for label, value in re.findall(r'(\w+)="([\w]+)"', query)}
     values = {value for label, value in said if label in ("result", "state", "outcome", "pool")}
     assert values == {"failed", "refused", "ready", "router", "prefill", "decode"}
@@ -162,7 +162,7 @@ def test_the_edge_of_an_objective_is_one_that_is_served() -> None:
 
 
 def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
-    """With what it means, where to look and what to do."""
+    """A page has what the alert means, where to look and what to do."""
     pages = {rule["annotations"]["runbook_url"] for rule in rules()}
     assert pages == {f"docs/runbooks/{path.name}" for path in RUNBOOKS.glob("*.md") if path.name != "README.md"}
     for rule in rules():
@@ -170,12 +170,12 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert text.startswith(f"# {rule['alert']}\n")
         assert all(section in text for section in SECTIONS), rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
-        # A sum has no labels of its own, and the alerts of two releases must not be one.
+        # A sum has no labels, and the alerts of two releases must be distinct.
         assert (rule["labels"]["namespace"], rule["labels"]["tandem"]) == ("llm", "demo-tandem")
 
 
 def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:
-    """Elsewhere it is meant so."""
+    """Without RDMA, TCP is intended."""
 
     def alerts(name: str) -> set[str]:
         found = [one for one in render(example(name)) if one["kind"] == "PrometheusRule"]

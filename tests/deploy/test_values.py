@@ -1,4 +1,5 @@
-"""What values do: sixty sets of them against the schemas of what is rendered, and each value's own promise."""
+"""The effect of values: sixty sets of them validated against the schemas of the rendered objects, and the promise of
+each value."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named
 Values = dict[str, Any]
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
 DISK = {"volumes": [{"name": "disk", "emptyDir": {}}], "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
-# One value of a pod, as router, pools and the head of a RayCluster have it.
+# Values of a pod, for router, pools and the head of a RayCluster.
 OF_A_POD: dict[str, Values] = {
     "annotations": {"podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
     "labels": {"podLabels": {"team": "inference"}},
@@ -37,7 +38,7 @@ OF_A_POD: dict[str, Values] = {
     "affinity": {"affinity": {"podAntiAffinity": {}}},
     "env": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
 }
-# Of a whole release.
+# Values of a whole release.
 OF_A_RELEASE: dict[str, Values] = {
     "name": {"fullnameOverride": "chat"},
     "account": {"serviceAccount": {"create": False, "name": "given", "annotations": {}}},
@@ -46,7 +47,7 @@ OF_A_RELEASE: dict[str, Values] = {
     "keys": {"api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}, "test_key": {"secret": "o"}},
     "tls": {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}},
     "cache-claim": {"model_cache": {"kind": "claim", "job": {"tolerations": [{"operator": "Exists"}]}}},
-    "volumes-made-by-hand": {  # "-" is YAML's for an item of a list
+    "volumes-made-by-hand": {  # "-" begins an item of a list in YAML
         "model_cache": {"kind": "claim", "storageClass": "-"},
         "valkey": {"storage": "2Gi", "storageClass": "-"},
     },
@@ -91,13 +92,13 @@ ONLY_RAY: dict[str, Values] = {
 
 
 def merged(base: Values, over: Values) -> Values:
-    """As Helm merges two files."""
+    """Merges two values files as Helm does."""
     both = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
     return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
 
 
 def table() -> dict[str, Values]:
-    """Sixty sets, each for both orchestrators where it says something of both."""
+    """Sixty sets of values, each for both orchestrators if it affects both."""
     base = {"settings": {"model": "org/name"}}
     everywhere = {kind: {"router": one, "pools": {"prefill": one, "decode": one}} for kind, one in OF_A_POD.items()}
     sets = {}
@@ -113,22 +114,23 @@ TABLE = table()
 
 
 def test_sixty_sets_of_values_are_valid() -> None:
-    """Each value of the chart, for both orchestrators, against the schemas of Kubernetes, KubeRay, the Gateway API,
-    KEDA and the Prometheus operator; and all objects fit together. What two sets have in common is checked once."""
+    """Each value of the chart, for both orchestrators, is checked against the schemas of Kubernetes, KubeRay, the
+    Gateway API, KEDA and the Prometheus operator, and all objects fit together. What two sets have in common is checked
+    once."""
     assert len(TABLE) >= 60
     for name, values in TABLE.items():
         documents = render(values)
         try:
             # Kubernetes 1.30 has another form of DRA.
             valid(documents, OLDEST if name.startswith("kubernetes") and "claims" not in name else NEWEST)
-            if not name.endswith((": name", ": extra")):  # these have other names than the check looks for
+            if not name.endswith((": name", ": extra")):  # these have names that the check does not look for
                 fits_together(documents)
         except Exception as error:
             raise AssertionError(name) from error
 
 
 def test_the_table_changes_every_value_that_a_pod_has() -> None:
-    """The control of the table: a value that it does not name would not be checked."""
+    """Control of the table: a value that it does not name would not be checked."""
     schema = json.loads(chart.SCHEMA.read_text())["$defs"]["pool"]["properties"]
     tried = {name for one in OF_A_POD.values() for name in one}
     tried |= {"replicas", "rdma", "pdb", "autoscaling"}
@@ -140,7 +142,7 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
 
 @pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
 def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
-    """Given to decode alone, prefill and routers are as without it; what Kubernetes calls by another name is that."""
+    """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field."""
     base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}}
     plain = dict(pods(render(base)))
     for kind, one in OF_A_POD.items():
@@ -165,8 +167,8 @@ def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "keda"])
 def test_pools_are_independent_under_helm(kind: str) -> None:
-    """Another number of replicas, or other bounds of a scaler, change no template of a pod; 0 prefill workers is
-    another kind of cluster, and does."""
+    """Another number of replicas, or other bounds of a scaler, changes no pod template; 0 prefill workers is another
+    kind of cluster, and does."""
 
     def templates(prefill: int, decode: int, routers: int = 2) -> dict[str, Document]:
         sizes = {"prefill": prefill, "decode": decode}
@@ -187,7 +189,8 @@ def test_addresses_of_the_other_family() -> None:
 
 
 def test_routers_can_follow_their_cpu() -> None:
-    """Then an HPA owns their number, and Helm writes none. The control: without it the Deployment has its own."""
+    """With autoscaling an HPA sets their number, and Helm writes none. In the control, without it, the Deployment has
+    its own number."""
     plain, scaled = (
         render(merged(example("laptop"), {"router": {"autoscaling": {"kind": kind, "max": 20}}}))
         for kind in ("none", "hpa")
@@ -204,7 +207,7 @@ def test_routers_can_follow_their_cpu() -> None:
 
 
 def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
-    """The pool's own signals stay; Valkey and the test's pod run where the site's nodes admit them."""
+    """The pool's own signals stay; Valkey and the test's pod run where the site's nodes accept them."""
     place = OF_A_POD["place"]
     values = {"settings": {"model": "m"}, "prometheus": {"url": "http://p"}, "valkey": place, "router": place}
     documents = render({**values, "pools": {"decode": {"autoscaling": KEDA}}})
@@ -217,7 +220,7 @@ def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
 
 
 def test_an_image_can_be_named_by_its_digest() -> None:
-    """In addition to its tag, for each image."""
+    """Each image may have a digest in addition to its tag."""
     digest = f"sha256:{'7' * 64}"
     documents = render({**example("laptop"), "image": {"tag": "1", "digests": {"worker": digest}}})
     images = {one["image"] for _, pod in pods(documents) for one in pod["spec"]["containers"]}
@@ -225,7 +228,7 @@ def test_an_image_can_be_named_by_its_digest() -> None:
 
 
 def test_a_rollout_may_take_as_long_as_a_start() -> None:
-    """Else Kubernetes calls it failed while the model is loading."""
+    """Otherwise Kubernetes reports a failed rollout while the model is loading."""
     documents = render({"settings": {"model": "m"}, "pools": {"decode": {"startup_s": 7200}}})
     allowed = {
         part: named(documents, "Deployment", f"-{part}")["spec"]["progressDeadlineSeconds"]
@@ -235,7 +238,8 @@ def test_a_rollout_may_take_as_long_as_a_start() -> None:
 
 
 def test_an_operator_in_a_routers_pod_has_key_certificate_and_address() -> None:
-    """`kubectl exec deploy/...-router -- tandem workers`: the name that the certificate has leads to the pod itself."""
+    """For `kubectl exec deploy/...-router -- tandem workers`: the name in the certificate resolves to the pod
+    itself."""
     secured = {"tls": {"secret": "t", "client_ca": True}, "api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}}
     pod = named(render({**example("laptop"), **secured}), "Deployment", "-router")["spec"]["template"]["spec"]
     env = {one["name"]: one for one in pod["containers"][0]["env"]}
@@ -248,7 +252,7 @@ def test_an_operator_in_a_routers_pod_has_key_certificate_and_address() -> None:
 
 
 def test_routers_start_without_the_hub() -> None:
-    """An init container fetches the tokenizer, at the revision that is named; no router mounts the nodes' cache."""
+    """An init container fetches the tokenizer at the named revision, and no router mounts the nodes' cache."""
     values = {"settings": {"model": "org/name@0123abc"}, "model_cache": {"kind": "hostPath", "hostPath": "/m"}}
     pods_of = dict(pods(render(values)))
     router, decode = (pods_of[f"{NAME}-tandem-{part}"]["spec"] for part in ("router", "decode"))
@@ -262,7 +266,7 @@ def test_routers_start_without_the_hub() -> None:
 
 
 def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:
-    """Namespace and release as labels, which sums lose; severities and the URL of the pages are values."""
+    """Namespace and release are labels, which sums drop; severities and the URL of the pages are values."""
     severities = {"page": "critical", "ticket": "warning"}
     runbooks = "https://docs.example.com/runbooks/"
     prometheus = {"rules": True, "severities": severities, "runbooks": runbooks}
@@ -283,7 +287,7 @@ def ray_cluster(values: Values) -> Document:
 
 
 def test_rays_own_reading_of_the_raycluster_is_what_the_pools_are() -> None:
-    """Ray's autoscaler turns it into types of nodes: one for each pool, which offers that pool's resource once."""
+    """Ray's autoscaler derives node types from it: one per pool, which offers that pool's resource once."""
     cluster = ray_cluster(example("ray"))
     found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
     types = found["available_node_types"]
@@ -300,7 +304,8 @@ def test_rays_own_reading_of_the_raycluster_is_what_the_pools_are() -> None:
 
 
 def test_a_worker_in_a_raycluster_has_the_pod_of_a_worker_in_a_deployment() -> None:
-    """The same image, devices, memory, volumes, settings and labels: only what starts the process differs."""
+    """Image, devices, memory, volumes, settings and labels are the same; only the command that starts the process
+    differs."""
     values = merged(
         example("ray"), {"pools": {pool: {"autoscaling": {"kind": "none"}} for pool in ("prefill", "decode")}}
     )
@@ -320,8 +325,9 @@ def test_a_worker_in_a_raycluster_has_the_pod_of_a_worker_in_a_deployment() -> N
 
 
 def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scale() -> None:
-    """A Deployment of the name that it has without Ray, paused, so that Kubernetes makes no pod of it; scalers name it
-    as there. The driver knows the names, and its account may read and write these two objects and no other."""
+    """The object is a Deployment with the same name as without Ray, paused, so that Kubernetes makes no pod of it;
+    scalers refer to it. The driver knows the names, and its account may read and write these two objects and no
+    others."""
     for kind in ("hpa", "keda"):
         values = merged(OF_A_RELEASE[kind], {"settings": {"model": "m"}})
         documents, plain = (render(merged(values, {"orchestrator": one})) for one in ("ray", "kubernetes"))
@@ -348,8 +354,8 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
 
 
 def test_pods_of_either_group_may_serve_either_pool() -> None:
-    """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay: KubeRay cannot remove
-    one. The control: without it a pod offers its own pool."""
+    """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay, because KubeRay
+    cannot remove one. In the control, without it, a pod offers its own pool."""
     values: Values = {"settings": {"model": "m"}}
     for switches in (True, False):
         cluster = ray_cluster(merged(values, {"ray": {"switch_roles": switches}}))
@@ -377,14 +383,14 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
     ],
 )
 def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:
-    """With a sentence that names the value and what to set instead."""
+    """The error names the value and what to set instead."""
     with pytest.raises(HelmError) as caught:
         render(merged({"orchestrator": "ray", "settings": {"model": "m"}}, values))
     assert told in str(caught.value)
 
 
 async def test_a_worker_in_a_pod_of_another_release_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an upgrade to another model, an old pod must not load the old model for the new cluster."""
+    """During an upgrade to another model, an old pod must not load the old model for the new cluster."""
     monkeypatch.setenv("TANDEM_MODEL", "m")
     monkeypatch.setenv("TANDEM_CLUSTER", "old")
     with pytest.raises(PreconditionFailed) as refused:
@@ -393,7 +399,7 @@ async def test_a_worker_in_a_pod_of_another_release_refuses(monkeypatch: pytest.
 
 
 def test_the_schemas_know_what_is_wrong() -> None:
-    """The control of the table: a RayCluster with a field that KubeRay does not have."""
+    """Control of the table: a RayCluster with a field that KubeRay does not have is refused."""
     wrong = ray_cluster({"settings": {"model": "m"}})
     assert "RayCluster" in crds.SCHEMAS
     valid([wrong])

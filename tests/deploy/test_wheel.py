@@ -1,4 +1,4 @@
-"""What `pip install` of a wheel gives a user who has no checkout."""
+"""What a wheel contains for a user without a checkout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDED = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds, and nothing of the checkout. Its operators need not be compiled again."""
+    """A folder with the content of the wheel, and nothing of the checkout. Its operators need not be compiled again."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(installed: Path, *command: str) -> str:
-    """What a command prints to stdout, in a folder that is no checkout."""
+    """The output of a command in a folder that is no checkout."""
     env = {**os.environ, "PYTHONPATH": str(installed / "site"), "XDG_CACHE_HOME": str(installed / "cache")}
     done = subprocess.run(
         [sys.executable, *command], cwd=installed, env=env, capture_output=True, text=True, timeout=240, check=False
@@ -55,14 +55,14 @@ def outside(installed: Path, *command: str) -> str:
 
 
 def test_a_wheel_has_everything_that_runs(installed: Path) -> None:
-    """The demo's model, the operators' sources and the dashboard's page among it; no tests."""
+    """It contains the demo's model, the operators' sources and the dashboard's page, and no tests."""
     names = {str(path.relative_to(installed / "site")) for path in (installed / "site").rglob("*") if path.is_file()}
     assert set(NEEDED) <= names
     assert not [name for name in names if name.startswith(("tests/", "deploy/"))]
 
 
 def test_operators_of_a_wheel_lie_in_the_users_cache(installed: Path) -> None:
-    """A site-packages folder may not be writable. The control: a checkout keeps them next to their sources."""
+    """A site-packages folder may not be writable. In the control, a checkout has them next to their sources."""
     code = "from engine.kernels import build; print(build.FOLDER); print(build.__file__)"
     folder, file = outside(installed, "-c", code).split()
     assert Path(file).is_relative_to(installed / "site")
@@ -71,14 +71,15 @@ def test_operators_of_a_wheel_lie_in_the_users_cache(installed: Path) -> None:
 
 
 def test_the_demo_runs_from_a_wheel(installed: Path) -> None:
-    """With its own model and prompts, and every request answered."""
+    """The demo runs with its own model and prompts, and every request is answered."""
     rows = json.loads(outside(installed, "-m", "tandem", "demo", "--output", "json"))
     assert len(rows) > 1
     assert all(row["state"] == "done" for row in rows)
 
 
 def test_the_operators_are_compiled_at_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, into the folder, and a line says so; without a compiler it is said, and nothing is raised."""
+    """They are compiled once, into the folder, with a line in the log; without a compiler a line says so, and no error
+    is raised."""
     monkeypatch.setattr(build, "FOLDER", tmp_path / "operators")
     monkeypatch.setattr(build, "known", lambda level: True)
     built: list[str] = []
@@ -97,7 +98,7 @@ def test_the_operators_are_compiled_at_first_use(tmp_path: Path, monkeypatch: py
 def test_without_a_compiler_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain PyTorch serves then, which is slower and right."""
+    """Plain PyTorch then serves, slower and with correct results."""
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     build.at_first_use()

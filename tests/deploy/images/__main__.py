@@ -1,4 +1,4 @@
-"""`make images-test`: builds the images of this checkout, plays the chart's laptop example from them, and uses it.
+"""`make images-test`: builds the images of this checkout, runs the chart's laptop example from them, and uses it.
 
     python -m tests.deploy.images [--base IMAGE] [--build-only] [--device cuda13] [--remove]
 

@@ -1,8 +1,8 @@
-"""The images, built by buildah from deploy/docker, on a machine that may have no registry of images.
+"""Builds the images with buildah from deploy/docker, on a machine that may have no image registry.
 
-Everything lies in one folder (STORE): the base, which debootstrap makes where none is named, images and layers. An
-image has a label with the digest of what it is made of, so that a test can tell whether it is of this checkout. pip and
-apt are configured as on this machine; nothing of that is in an image, except for empty folders where a mount was.
+Everything is in one folder (STORE): the base, which debootstrap makes if none is named, images and layers. An
+image has a label with the digest of its sources, so that a test knows whether it is of this checkout. pip and
+apt are configured as on this machine; an image has nothing of that, except empty folders in place of mounts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FOLDER = ROOT / "deploy/docker"
 STORE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "images"
 PROGRAMS = ("podman", "buildah", "runc", "catatonit")
 IMAGES = ("router", "worker", "valkey")
-TAG = "cpu"  # the device, of which every machine has one
+TAG = "cpu"  # the device that every machine has
 DEVICES = (TAG, "cuda13")
 SOURCES = "tandem.sources"  # the label
 BASE = "localhost/tandem-base:debian"
 BUILD_S = 3600
-# Of pip's configuration, what a build needs: where packages are, and how they are reached.
+# The parts of pip's configuration that a build needs: where packages are, and how they are reached.
 PIP = ("index-url", "extra-index-url", "find-links", "cert", "proxy", "trusted-host", "constraint", "timeout")
 
 Say = Callable[[str], None]
 
 
 def missing() -> str | None:
-    """What this machine lacks, as a sentence, or None."""
+    """What this machine lacks, as a sentence, or None if nothing."""
     absent = [name for name in PROGRAMS if not shutil.which(name)]
     if absent:
         return f"{', '.join(absent)} is not installed"
@@ -52,7 +52,7 @@ def name(image: str, tag: str = TAG) -> str:
 def tool(
     program: str, *words: str, timeout: float = 60.0, check: bool = True, env: dict[str, str] | None = None
 ) -> str:
-    """The output of podman or buildah on STORE; of `logs` both streams. Raises RuntimeError with its words."""
+    """The output of podman or buildah on STORE; of `logs` both streams. Raises RuntimeError with the tool's message."""
     options = [f"--root={STORE / 'store'}", f"--runroot={STORE / 'run'}", "--storage-driver=overlay"]
     command = [program, *options, *words]
     out = subprocess.PIPE
@@ -83,7 +83,7 @@ def _copied(dockerfile: Path) -> Iterator[Path]:
 
 
 def stale(image: str, device: str = TAG) -> bool:
-    """Whether STORE has no image of what lies in this checkout."""
+    """Whether STORE has no image of this checkout's sources."""
     found = tool("podman", "image", "inspect", "--format", "{{json .Labels}}", name(image, device), check=False)
     labels = json.loads(found) if found.startswith("{") else {}
     return labels.get(SOURCES) != sources(image)
@@ -94,7 +94,7 @@ def size_gb(image: str) -> float:
 
 
 def base(say: Say) -> str:
-    """The name of a base made here: Debian's smallest set of packages and Python."""
+    """The name of a base image made here: Debian's smallest set of packages and Python."""
     if tool("podman", "images", "--quiet", BASE):
         return BASE
     if not shutil.which("debootstrap"):
@@ -121,7 +121,7 @@ def base(say: Say) -> str:
 
 
 def build(image: str, python: str, device: str, say: Say) -> None:
-    """Builds and names an image, from cached layers where nothing has changed."""
+    """Builds and names an image, from cached layers if nothing has changed."""
     with tempfile.TemporaryDirectory(dir=STORE) as folder:
         pip = _pip()
         (Path(folder) / "pip.conf").write_text(
@@ -149,7 +149,7 @@ def build(image: str, python: str, device: str, say: Say) -> None:
 
 
 def _pip() -> dict[str, str]:
-    """Options of pip on this machine, by its files and its environment, which comes first."""
+    """pip's options on this machine, from its files and its environment, which has precedence."""
     found: dict[str, str] = {}
     lines = [line.partition("=") for line in _output(sys.executable, "-m", "pip", "config", "list").splitlines()]
     for key, _, value in sorted(lines, key=lambda line: line[0].startswith(":env:")):
@@ -160,7 +160,7 @@ def _pip() -> dict[str, str]:
 
 
 def _local(pip: dict[str, str]) -> set[Path]:
-    """Files and folders of this machine that pip reads; of an index the folder around it, to which it links."""
+    """Files and folders of this machine that pip reads; for an index the folder that contains it, to which it links."""
     found = [re.fullmatch(r"(file://)?(/.*)", word) for value in pip.values() for word in value.split()]
     paths = {Path(one[2]).parent if one[1] else Path(one[2]) for one in found if one}
     return {path for path in paths if path.exists()}

@@ -1,9 +1,9 @@
-"""This machine as one node: podman runs the chart's pods, and this file stands in for what a cluster adds.
+"""This machine as one node: podman runs the chart's pods, and this file does what a cluster adds.
 
 podman takes a rendered Deployment with its containers, environment, Secrets, security context and volumes. `manifest`
-says, in one place, what is put differently: podman 4.3 has no StatefulSets, pod addresses, gRPC probes or Services. The
-probes are asked from here, as kubelet does, and a Service's name is in each pod's hosts. Every pod has a network
-namespace and an address of its own on a bridge of this machine; nothing of it is left after `close`.
+has all differences in one place: podman 4.3 has no StatefulSets, pod addresses, gRPC probes or Services. The
+probes are called from here, as kubelet does, and a Service's name is in each pod's hosts. Every pod has a network
+namespace and its own address on a bridge of this machine; nothing of it is left after `close`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.deploy.test_chart import pods
 
 READY_S = 180.0
 PODMAN_S = 60.0
-OF_DEPLOYMENT = "-pod-0"  # what podman adds to the name
+OF_DEPLOYMENT = "-pod-0"  # podman appends this to the name
 CONTAINERS = """
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=10000:10000"]
@@ -81,7 +81,7 @@ def manifest(
 
 
 def _expand(container: Document, fields: dict[str, str], keys: dict[str, dict[str, str]]) -> None:
-    """References in variables, command and arguments, as Kubernetes resolves them; podman 4.3 does not."""
+    """Resolves references in variables, command and arguments as Kubernetes does; podman 4.3 does not."""
     known: dict[str, str] = {}
 
     def expanded(text: str) -> str:
@@ -107,7 +107,7 @@ def secrets_of(documents: list[Document]) -> dict[str, dict[str, str]]:
 
 
 class Node:
-    """Made ready by `open`; `close` removes all of it."""
+    """`open` prepares the node, and `close` removes everything of it."""
 
     def __init__(self, documents: list[Document]) -> None:
         """The rendered release."""
@@ -138,7 +138,7 @@ class Node:
         return build.tool("podman", *words, timeout=timeout, check=check, env=env)
 
     def start(self, component: str, suffix: str) -> Played:
-        """A pod of this component."""
+        """Starts a pod of this component."""
         name = f"{NAME}-tandem-{component}-{suffix}"
         self._taken += 1
         ip = self.names.get(f"{NAME}-tandem-{component}", f"{self._net}.{self._taken}")
@@ -153,7 +153,7 @@ class Node:
         return [one for one in self.documents if one["kind"] == kind]
 
     def close(self) -> None:
-        """Removes pods, volumes, Secrets and the bridge. Raises AssertionError for what is left."""
+        """Removes pods, volumes, Secrets and the bridge. Raises AssertionError for anything left."""
         self.podman("pod", "rm", "--all", "--force", "--time=0", check=False)
         self.podman("volume", "rm", "--all", "--force", check=False)
         for one in self._of_kind("Secret"):
@@ -167,7 +167,7 @@ class Node:
 
 
 class Played(Pod):
-    """A pod that podman runs, with the probes and the end that kubelet would give it."""
+    """A pod that podman runs, with the probes and the termination that kubelet would give it."""
 
     def __init__(self, node: Node, template: Document, name: str, ip: str) -> None:
         self.name, self.ip, self.spec = name, ip, template["spec"]
@@ -184,7 +184,7 @@ class Played(Pod):
         return found
 
     def exec(self, *words: str, check: bool = True) -> str:
-        """What `kubectl exec` would print."""
+        """The output of `kubectl exec`."""
         return self._node.podman("exec", self.id, *words, check=check)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
@@ -195,7 +195,7 @@ class Played(Pod):
                 time.sleep(POLL_S)
 
     def terminate(self) -> None:
-        """The end that kubelet gives a deleted pod: SIGTERM, and SIGKILL after its grace."""
+        """Terminates the pod as kubelet does: SIGTERM, and SIGKILL after its grace period."""
         grace = self.spec.get("terminationGracePeriodSeconds", 30)
         self._ending.append(threading.Thread(target=self._stop, args=(grace,), daemon=True))
         self._ending[-1].start()
@@ -204,7 +204,8 @@ class Played(Pod):
         self._node.podman("stop", f"--time={grace}", self.id, timeout=grace + PODMAN_S)
 
     def pid(self) -> int:
-        """Of its first process, on this machine. Where it is killed, podman starts another, as kubelet does."""
+        """The pid of its first process on this machine. If that is killed, podman starts another one, as kubelet
+        does."""
         return int(self.state()["Pid"])
 
     def ended(self, timeout_s: float = READY_S) -> int:
@@ -219,6 +220,6 @@ class Played(Pod):
 
 
 def _free_network() -> str:
-    """The first three numbers of a network of which this machine has no address."""
+    """The first three numbers of a network in which this machine has no address."""
     here = {one.address.rpartition(".")[0] for each in psutil.net_if_addrs().values() for one in each}
     return next(net for net in (f"10.89.{number}" for number in range(70, 250)) if net not in here)

@@ -1,4 +1,4 @@
-"""What is asked of the images: the laptop example of the chart, played on this machine, and used as in operation.
+"""Checks of the images: the chart's laptop example, run on this machine and used as in operation.
 
 Each step is a function of a running Release. It returns a line for people, and raises AssertionError when a promise is
 broken.
@@ -41,7 +41,7 @@ class Release:
 
 
 def manifests() -> list[Document]:
-    """The laptop example, with the images of this machine; every prompt goes through the prefill pool."""
+    """The laptop example with the images of this machine; every prompt goes through the prefill pool."""
     values = example("laptop")
     values["settings"]["local_prefill"] = "never"
     values["image"] = {"registry": "localhost", "tag": build.TAG}
@@ -51,7 +51,7 @@ def manifests() -> list[Document]:
 
 @contextmanager
 def played(say: build.Say) -> Iterator[Release]:
-    """The release; nothing of it is left afterwards."""
+    """The running release; nothing of it is left afterwards."""
     node = Node(manifests())
     node.open()
     try:
@@ -65,7 +65,7 @@ def played(say: build.Say) -> Iterator[Release]:
 
 
 def requests(release: Release) -> str:
-    """Over gRPC through both pools, twice with the same tokens, and over HTTP."""
+    """Sends requests over gRPC through both pools, twice with the same tokens, and over HTTP."""
     with release.client() as client:
         first, again = (client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=REQUEST_S) for _ in range(2))
     receipt = first.receipt
@@ -85,7 +85,7 @@ def requests(release: Release) -> str:
 
 
 def hardened(release: Release) -> str:
-    """Not root, no capability, the image cannot be written to, and the operators are the compiled ones."""
+    """No process is root or has a capability, images are read-only, and the compiled operators are used."""
     for pod in (release.router, release.prefill, release.decode, release.valkey):
         status = dict(line.split(":\t", 1) for line in pod.exec("cat", "/proc/1/status").splitlines() if ":\t" in line)
         assert status["Uid"].split() == [str(USER)] * 4, status["Uid"]
@@ -114,8 +114,8 @@ def executed(release: Release) -> str:
 
 
 def killed(release: Release) -> str:
-    """SIGKILL of a decode pod in mid-stream: the stream goes on in another one with the same tokens, and the pod is
-    started again."""
+    """After SIGKILL of a decode pod in mid-stream, the stream continues in another one with the same tokens, and the
+    pod is started again."""
     pods = {pod.name: pod for pod in (release.decode, release.node.start("decode", "b"))}
     for pod in pods.values():
         pod.wait_ready()
@@ -133,8 +133,8 @@ def killed(release: Release) -> str:
 
 
 def scaled(release: Release) -> str:
-    """The prefill pool grows by a pod and shrinks by the old one, the decode pool by the pod that has a stream: they
-    drain and end with 0, and the stream has the same tokens."""
+    """The prefill pool grows by a pod and shrinks by the old one, the decode pool shrinks by the pod that has a stream:
+    they drain and end with 0, and the stream has the same tokens."""
     release.node.start("prefill", "b").wait_ready()
     ended: dict[str, int] = {}
     with release.client() as client:
@@ -157,7 +157,7 @@ def scaled(release: Release) -> str:
 
 
 def helm_test(release: Release) -> str:
-    """The chart's own test, as its pod."""
+    """Runs the chart's own test as its pod."""
     tester = release.node.start("test", "a")
     code = tester.ended()
     assert code == 0, tester.log()
@@ -165,7 +165,7 @@ def helm_test(release: Release) -> str:
 
 
 def drained(release: Release) -> str:
-    """The router ends by itself on SIGTERM; Valkey too."""
+    """The router and Valkey end by themselves on SIGTERM."""
     codes = {}
     for pod in (release.router, release.valkey):
         pod.terminate()
@@ -195,7 +195,8 @@ def _through(release: Release, client: Client, during: Callable[[str], None]) ->
 
 
 def _busy(release: Release) -> str:
-    """By the workers' metrics, which are of now; the registry learns of a stream with the next heartbeat."""
+    """The busy decode pod, by the workers' metrics, which are current; the registry learns of a stream with the next
+    heartbeat."""
     decode = [pod for name, pod in release.node.played.items() if "-decode-" in name]
     deadline = time.monotonic() + BUSY_S
     while time.monotonic() < deadline:
