@@ -66,7 +66,7 @@ class Inside:
         self.workers: dict[str, Worker] = {}
         self.router: Router
         self.client: AsyncClient
-        self.exits: Queue[int]  # statuses with which a worker would have ended its process
+        self.exits: Queue[int]  # exit statuses with which workers would have ended their processes
 
     async def start_worker(self, worker_id: str) -> Worker:
         model, _, role = worker_id.rpartition("-")[0].rpartition("/")
@@ -83,18 +83,18 @@ class Inside:
         self._stack.push_async_callback(self.client.close)
 
     async def seen(self, count: int) -> None:
-        """Until the router knows that many ready workers of each model."""
+        """Waits until the router knows that many ready workers of each model."""
         for model in self.router.models:
             async for workers in model.pools.view.updates():
                 if sum(record.role != "router" and record.state == "ready" for record in workers.values()) == count:
                     break
 
     def held(self) -> dict[str, int]:
-        """Blocks held by anybody, by worker."""
+        """The blocks that any owner holds, by worker."""
         return {name: worker.engine.pool.held for name, worker in self.workers.items()}
 
     async def freed(self, within_s: float = 1.0) -> None:
-        """Until nobody holds a block anywhere."""
+        """Waits until no block is held on any worker."""
         watch = Stopwatch()
         while any(self.held().values()):
             assert watch.within(within_s), f"not within {within_s} s: {self.held()}"
@@ -105,8 +105,8 @@ class Inside:
         return all(not ledger.faults and not ledger.entries for ledger in ledgers)
 
 
-# What every worker of `inside` says of its speed: two on one machine are equal, and what each measures of itself on
-# models this small is mostly noise, which would decide where requests go. `measured=True` leaves it to them.
+# The rates that every worker of `inside` reports: two on one machine are equal, and what each measures on
+# models this small is mostly noise, which would decide where requests go. With `measured=True` they measure.
 EQUAL = {"step_s": 0.01, "stream_s": 0.001, "prompt_rate": 10_000.0}
 
 
@@ -115,15 +115,15 @@ def loaded() -> LoadedModels:
     return LoadedModels()
 
 
-# For tests whose promise depends on what the transport does: over one that reads, and one in which both sides act.
+# For tests whose promise depends on the transport: one that reads by itself, and one in which both sides act.
 both_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl"])
-# The promises themselves also where a worker has NIXL and Gloo, and each pair uses one of them.
+# Some promises are also tested with both NIXL and Gloo, of which each pair uses one.
 all_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl", "auto"])
 
 
 @pytest.fixture
 def transport() -> str:
-    """Of the workers of `inside`."""
+    """The transport of the workers of `inside`."""
     return "inprocess"
 
 
@@ -162,8 +162,8 @@ def inside(
             "max_num_seqs": 32,
             "transport": transport,
             "heartbeat_s": 0.1,
-            "heartbeat_ttl_s": 10.0,  # the loop that beats has the test, too, and what transformers computes for it
-            "local_prefill": "never",  # a test of the seam must cross it
+            "heartbeat_ttl_s": 10.0,  # the loop that sends heartbeats also runs the test and transformers' forwards
+            "local_prefill": "never",  # a test of the handoff needs one
             **settings,
         }
         if given["transport"] == "inprocess":  # which is no setting: the workers of a cluster are processes
@@ -182,8 +182,8 @@ def inside(
             monkeypatch.setattr(PathLatencyTracker, "observe", lambda *_, **__: None)
         monkeypatch.setattr(services.watchdog, "end_process", exits.put)
         monkeypatch.setattr(engine.builder, "load_model", loaded.load)
-        # Captured for 1, 2 and 4 sequences: six captures take a third of what starting such a worker costs. The ranks
-        # of a worker are other processes, and all of them capture alike.
+        # Captured for 1, 2 and 4 sequences: six captures would take a third of such a worker's start. The ranks
+        # of a worker are other processes, and all of them capture the same steps.
         if not settings.keys() & {"prefill_tp", "decode_tp"}:
             monkeypatch.setitem(captured_steps.LARGEST, "cpu", 4)
         # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
@@ -217,7 +217,7 @@ def inside(
 
 @pytest.fixture
 def books(monkeypatch: pytest.MonkeyPatch) -> list[Sender]:
-    """The prefill workers' books of open transfers, which nothing else has a way to reach."""
+    """The prefill workers' ledgers of open transfers, which no interface exposes."""
     made: list[Sender] = []
 
     class Recorded(Sender):

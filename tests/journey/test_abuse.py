@@ -1,5 +1,5 @@
-"""What `python -m loadtest abuse` does to a cluster, for a moment: greedy has what the command says that it
-has, and polite is served meanwhile."""
+"""A short run of `python -m loadtest abuse`: the tenant greedy has what the command reports, and the tenant polite is
+served meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEMO = Path(__file__).parents[2] / "demo/model"
 async def test_each_abuse_is_what_it_says_and_polite_is_served(
     inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bodies are refused, streams run to their end, idle connections are held, watchers are served."""
+    """Bodies are refused, streams run to their end, idle connections are held, and watchers are served."""
     monkeypatch.setattr(abuse, "CONNECTIONS", 100)
     monkeypatch.setattr(abuse, "TOKENS", 20)
     monkeypatch.setattr(abuse, "REQUESTS", 4)

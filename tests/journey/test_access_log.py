@@ -1,4 +1,4 @@
-"""Each request has one line in the router's log, and no line has what it said or the key with which it came."""
+"""Each request has one line in the router's log, and no line contains its text or its key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = "a sentence that nobody else may read"
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str]:
-    """Those of requests and refusals, and the whole log."""
+    """The lines of requests and refusals, and the whole log."""
     text = capsys.readouterr().err
     said = [json.loads(line) for line in text.splitlines()]
     return [line for line in said if line["event"] in ("request", "http.refused", "grpc.refused")], text
@@ -27,8 +27,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str
 async def test_a_request_has_one_line_however_it_ends(
     inside: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over gRPC and HTTP: who, what, how it ended, tokens and times; of one that was refused the reason; of one that
-    its client left the tokens that it got. Control: a lower level has none of them."""
+    """The line has, over gRPC and HTTP, tenant, request, outcome, tokens and times; for a refused request the reason;
+    for one whose client disconnected the tokens that it got. Control: a lower level writes none of these lines."""
     monkeypatch.setattr("services.router.tenancy.api_keys.RECHECK_S", 0.0)
     keys = tmp_path / "keys"
     keys.write_text(f"anna {ANNA} requests=1\nops {OPS} admin\n")

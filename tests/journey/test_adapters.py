@@ -1,5 +1,5 @@
-"""LoRA adapters through whole requests: every token is the adapter's own, whoever shares the batch, the cache, the slot
-or the name."""
+"""LoRA adapters through whole requests: every token is the adapter's own, whichever requests share its batch, cache,
+slot or name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTHS = [3, 17, 40, 90]
 
 @pytest.fixture(scope="module")
 def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three adapters of `tiny`, of different ranks and layers."""
+    """Three adapters of `tiny`, with different ranks and layers."""
     folder = tmp_path_factory.mktemp("adapters")
     return {
         "red": make_adapter(folder / "red", tiny, seed=1, rank=4),
@@ -49,7 +49,7 @@ def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def references(tiny: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name, a checkpoint with the adapter in its weights; "" is the base."""
+    """By name, a checkpoint with the adapter merged into its weights; "" is the base."""
     folder = tmp_path_factory.mktemp("merged")
     return {"": tiny, **{name: oracle.merged(tiny, one, folder / name) for name, one in adapters.items()}}
 
@@ -76,7 +76,8 @@ def expected(references: dict[str, Path], name: str, prompt: list[int], new: int
 def test_each_request_has_the_tokens_of_its_adapter(
     cluster: LocalCluster, references: dict[str, Path], tiny: Path
 ) -> None:
-    """Base and three adapters at once, over two slots, cold and warm: what transformers gives with merged weights."""
+    """Concurrent requests for the base and three adapters, over two slots, cold and warm, get the tokens of
+    transformers with merged weights."""
     prompts = oracle.prompts(tiny, LENGTHS)
     asked = [(name, prompt) for prompt in prompts for name in references]
     wanted = [expected(references, name, prompt) for name, prompt in asked]
@@ -102,7 +103,7 @@ def test_each_request_has_the_tokens_of_its_adapter(
 
 
 def test_an_unknown_adapter_is_not_found(cluster: LocalCluster) -> None:
-    """The error names those that there are, and nothing has been reserved."""
+    """The error names the adapters that exist, and nothing has been reserved."""
     with pytest.raises(NotFound, match="blue, green, red") as caught:
         cluster.client().generate([5, 6], adapter="pink", max_tokens=2)
     assert caught.value.field == "adapter"
@@ -110,14 +111,14 @@ def test_an_unknown_adapter_is_not_found(cluster: LocalCluster) -> None:
 
 
 def test_the_cluster_says_which_adapters_it_has(cluster: LocalCluster) -> None:
-    """In GetModelInfo."""
+    """GetModelInfo lists the adapters."""
     assert sorted(cluster.client().model_info().adapters) == ["blue", "green", "red"]
 
 
 async def test_a_stream_with_an_adapter_goes_on_when_its_decode_worker_dies(
     cluster: LocalCluster, references: dict[str, Path], tiny: Path
 ) -> None:
-    """The other worker goes on with the same adapter, and with the same tokens."""
+    """The other worker continues with the same adapter and the same tokens."""
     prompt, new = oracle.prompts(tiny, [30], seed=5)[0], 500
     client = AsyncClient(cluster.target)
     tokens: list[int] = []
@@ -152,7 +153,7 @@ PAIRS = [("", "red"), ("red", ""), ("red", "blue")]
 async def test_cached_prefixes_are_never_shared_between_adapters(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
 ) -> None:
-    """A prompt that the cache has under one adapter is computed again under another, and found again under its own."""
+    """A prompt that is cached under one adapter is computed again under another, and found again under its own."""
     async with inside(adapters=given) as cluster:
         for seed, (first, second) in enumerate(PAIRS):
             prompt = oracle.prompts(tiny, [50], seed=seed)[0]
@@ -170,7 +171,7 @@ async def test_control_without_the_adapter_in_the_hash_they_are(
     first: str,
     second: str,
 ) -> None:
-    """The same with hashes that know tenants only: the wrong KV is found, and the tokens are wrong."""
+    """Control: with hashes that contain only the tenant, the wrong KV is found, and the tokens are wrong."""
     without_the_adapter_in_hashes(monkeypatch)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(adapters=given) as cluster:
@@ -185,7 +186,8 @@ async def test_control_without_the_adapter_in_the_hash_they_are(
 async def test_more_adapters_than_slots(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
 ) -> None:
-    """With one slot and requests for all at once, each waits for its turn and none has another's tokens."""
+    """With one slot and concurrent requests for all adapters, each waits for the slot and none gets another's
+    tokens."""
     prompts = oracle.prompts(tiny, [20, 33, 9, 50], seed=8)
     asked = [(name, prompt) for prompt in prompts for name in references]
     async with inside(adapters=given, adapter_slots=1, max_num_seqs=16) as cluster:
@@ -203,7 +205,7 @@ async def test_more_adapters_than_slots(
 async def test_a_slot_in_use_is_not_taken_away(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
 ) -> None:
-    """While a stream has the only slot, another adapter waits, the base does not, and the stream keeps its tokens."""
+    """While a stream holds the only slot, another adapter waits, the base does not, and the stream keeps its tokens."""
     prompt, new = oracle.prompts(tiny, [20], seed=9)[0], 300
     async with inside(adapters=given, adapter_slots=1) as cluster:
         quick = slow_down(cluster.workers["decode-0"])  # it has the slot until the base has answered
@@ -223,7 +225,7 @@ async def test_a_slot_in_use_is_not_taken_away(
 async def test_control_a_slot_that_is_taken_away_breaks_the_engine(
     inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Book-keeping that gives a slot away while it is in use ends the streams: no token comes from another adapter."""
+    """If the accounting gives away a slot that is in use, the streams end: no token comes from another adapter."""
     prompt = oracle.prompts(tiny, [20], seed=9)[0]
     monkeypatch.setattr("services.adapter_slots._Slot.idle", True)
     async with inside(adapters=given, adapter_slots=1, prefill=0, max_attempts=1) as cluster:
@@ -239,7 +241,7 @@ async def test_control_a_slot_that_is_taken_away_breaks_the_engine(
 
 
 async def test_waiting_for_a_slot_is_bounded(inside: Any, given: dict[str, str], tiny: Path) -> None:
-    """After `queue_timeout_s` on the worker the answer is RESOURCE_EXHAUSTED, with a reason and a time to come back."""
+    """After `queue_timeout_s` on the worker the answer is RESOURCE_EXHAUSTED, with a reason and a retry delay."""
     async with inside(adapters=given, adapter_slots=1, prefill=0) as cluster:
         worker = cluster.workers["decode-0"]
         books = AdapterSlots(worker.loop, 0.05)
@@ -280,7 +282,8 @@ async def test_a_worker_whose_slots_are_in_use_serves_requests_that_need_none(
 
 
 async def test_the_adapter_used_least_recently_goes(inside: Any, given: dict[str, str]) -> None:
-    """Three adapters in two slots: the one that comes back finds its place, the one unused for longest has lost it."""
+    """With three adapters in two slots, one that was used recently is still there, and the least recently used one was
+    removed."""
     async with inside(adapters=given, adapter_slots=2, prefill=0) as cluster:
         worker = cluster.workers["decode-0"]
         lora = worker.engine.model.lora
@@ -293,7 +296,7 @@ async def test_the_adapter_used_least_recently_goes(inside: Any, given: dict[str
 async def test_an_adapter_that_changed_on_disk_is_refused(
     inside: Any, given: dict[str, str], tiny: Path, tmp_path: Path
 ) -> None:
-    """What a worker announced when it started is what it serves, or nothing; afterwards the others still load."""
+    """A worker serves what it announced when it started, or refuses; other adapters can still be loaded."""
     changing = make_adapter(tmp_path / "changing", tiny, seed=11)
     async with inside(adapters={**given, "changing": str(changing)}, prefill=0, adapter_slots=1) as cluster:
         make_adapter(changing, tiny, seed=12)
@@ -306,7 +309,7 @@ async def test_an_adapter_that_changed_on_disk_is_refused(
 
 
 async def differing(inside: Any, given: dict[str, str], prompt: list[int]) -> Any:
-    """A request for "red" where the prefill worker has blue's content under that name, and no "green"."""
+    """A request for "red" where the prefill worker has blue's content under that name, and has no "green"."""
     async with unlike(inside, given) as cluster:
         return await cluster.client.generate(prompt, adapter="red", max_tokens=NEW, ignore_eos=True)
 
@@ -323,7 +326,8 @@ async def unlike(inside: Any, given: dict[str, str]) -> AsyncIterator[Any]:
 
 
 async def test_doctor_names_adapters_that_differ(inside: Any, given: dict[str, str]) -> None:
-    """Those of other content and those that only one of the two has; the pair may still hand over."""
+    """The doctor names adapters with different content and those that only one worker has; the pair may still hand
+    over."""
     async with unlike(inside, given) as cluster:
         diagnosis = await cluster.client.diagnose()
         (pair,) = diagnosis.pairs
@@ -354,8 +358,8 @@ async def test_other_content_under_the_same_name_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     off: list[Any],
 ) -> None:
-    """The prefill worker refuses, or, if it does not, the decode worker does before the first token goes up; it then
-    computes the prompt itself, and the receipt says why."""
+    """The prefill worker refuses; if it does not, the decode worker refuses before the first token is sent. It then
+    computes the prompt itself, and the receipt has the reason."""
     for switch in off:
         switch(monkeypatch)
     prompt = oracle.prompts(tiny, [50])[0]
@@ -369,7 +373,7 @@ async def test_other_content_under_the_same_name_is_refused(
 async def test_without_both_checks_the_digest_refuses_its_blocks(
     inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests are bound to the adapter, too: nothing that another one computed is ever committed."""
+    """Digests are bound to the adapter, too: no block computed with another one is ever committed."""
     without_the_prefills_check(monkeypatch)
     without_the_decodes_check(monkeypatch)
     with pytest.raises(ResumeFailed, match="digest"):
@@ -379,7 +383,7 @@ async def test_without_both_checks_the_digest_refuses_its_blocks(
 async def test_control_without_any_of_them_the_answer_is_wrong(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another adapter's KV gives wrong tokens, with status OK."""
+    """Control: another adapter's KV gives wrong tokens, with status OK."""
     without_the_prefills_check(monkeypatch)
     without_the_decodes_check(monkeypatch)
     without_the_adapter_in_hashes(monkeypatch)
@@ -390,7 +394,7 @@ async def test_control_without_any_of_them_the_answer_is_wrong(
 
 
 async def resumed(cluster: Any, prompt: list[int], fingerprint: bytes) -> list[int]:
-    """The next tokens as the router asks for them after a decode worker died: a journal and a fingerprint."""
+    """The next tokens, requested as the router does after a decode worker died: with a journal and a fingerprint."""
     channels = Channels()
     stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
     request = decode_pb2.DecodeRequest(
@@ -411,8 +415,8 @@ async def resumed(cluster: Any, prompt: list[int], fingerprint: bytes) -> list[i
 async def test_a_stream_does_not_go_on_with_other_content(
     inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode worker whose adapter of that name is not the one that began the stream refuses; its own is fine. Without
-    the check it would go on."""
+    """A decode worker whose adapter of that name differs from the one that began the stream refuses; the right one is
+    accepted. Without the check the stream would continue."""
     prompt = oracle.prompts(tiny, [20])[0]
     async with inside(adapters=given, prefill=0) as cluster:
         books = cluster.workers["decode-0"].adapters
@@ -441,7 +445,7 @@ def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:
 async def test_openai_clients_name_an_adapter_as_the_model(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
 ) -> None:
-    """/v1/models lists them, `model` chooses one, and an unknown one is 404 with the names."""
+    """/v1/models lists the adapters, `model` selects one, and an unknown one is 404 with the names."""
     prompt = oracle.prompts(tiny, [20])[0]
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     async with inside(adapters=given, http_port=0) as cluster:

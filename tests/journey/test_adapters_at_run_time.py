@@ -1,5 +1,5 @@
-"""Adapters that are loaded and unloaded while the cluster runs: on all workers or on none, and no request for anything
-else notices."""
+"""Adapters that are loaded and unloaded while the cluster runs: on all workers or on none, and without effect on other
+requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def root(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder from which adapters may be loaded, with two of `tiny`."""
+    """The folder from which adapters may be loaded, with two adapters of `tiny`."""
     folder = tmp_path_factory.mktemp("adapters")
     make_adapter(folder / "red", tiny, seed=1, rank=4)
     make_adapter(folder / "blue", tiny, seed=3, rank=8, use_rslora=True, lora_alpha=3)
@@ -36,7 +36,7 @@ def root(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(tiny: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name, a checkpoint with the adapter in its weights; "" is the base."""
+    """By name, a checkpoint with the adapter merged into its weights; "" is the base."""
     folder = tmp_path_factory.mktemp("merged")
     return {"": tiny, **{name: oracle.merged(tiny, root / name, folder / name) for name in ("red", "blue")}}
 
@@ -81,8 +81,8 @@ async def complete(cluster: Any, model: str, prompt: list[int]) -> tuple[int, An
 async def test_a_loaded_adapter_is_served_as_one_of_the_settings(
     inside: Any, root: Path, references: dict[str, Path], tiny: Path
 ) -> None:
-    """Over HTTP and gRPC, over both pools, with the tokens of merged weights; the list of models has it. Unloaded, it
-    is 404, and the base model goes on."""
+    """A loaded adapter is served over HTTP and gRPC, by both pools, with the tokens of merged weights, and is in the
+    list of models. Unloaded, it is 404, and the base model is still served."""
     prompt = oracle.prompts(tiny, [40])[0]
     wanted = oracle.greedy(references["red"], prompt, NEW)
     assert wanted != oracle.greedy(tiny, prompt, NEW)
@@ -104,7 +104,8 @@ async def test_a_loaded_adapter_is_served_as_one_of_the_settings(
 
 
 async def test_it_is_the_same_adapter_as_one_given_at_the_start(inside: Any, root: Path, tiny: Path) -> None:
-    """Under another name, with the same tokens and log probabilities; the list tells the two apart."""
+    """Under another name, a loaded adapter has the same tokens and log probabilities; the list distinguishes the
+    two."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(adapters={"first": str(root / "red")}, adapter_root=root) as cluster:
         loaded = await cluster.client.load_adapter("second", str(root / "red"))
@@ -123,7 +124,7 @@ async def test_it_is_the_same_adapter_as_one_given_at_the_start(inside: Any, roo
 
 
 async def test_only_an_admins_key_may_load_and_unload(inside: Any, root: Path, tmp_path: Path) -> None:
-    """Over HTTP and gRPC; the body of others is not read."""
+    """Over HTTP and gRPC; the bodies of other callers are not read."""
     keys = tmp_path / "keys"
     keys.write_text("alice alice-generates-only\nroot root-may-do-it-all admin\n")
     load_red = "/v1/load_lora_adapter", {"lora_name": "red", "lora_path": "red"}
@@ -144,7 +145,7 @@ async def test_only_an_admins_key_may_load_and_unload(inside: Any, root: Path, t
 
 @pytest.fixture(scope="module")
 def guarded(root: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with links out of it and with adapters that do not fit; beside it an adapter that is not to be read."""
+    """A root with links out of it and with adapters that do not fit; next to it an adapter that must not be read."""
     folder = tmp_path_factory.mktemp("guarded")
     inner = folder / "root"
     inner.mkdir()
@@ -158,15 +159,15 @@ def guarded(root: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) ->
     make_adapter(inner / "red", tiny, seed=1, rank=4)
     make_adapter(inner / "wide", tiny, seed=1, rank=20, layers=("q_proj",))
     large = make_adapter(inner / "large", tiny, seed=1, rank=4)
-    os.truncate(large / "adapter_model.safetensors", 2**31)  # a hole: it takes no place
+    os.truncate(large / "adapter_model.safetensors", 2**31)  # a sparse file: it takes no space
     broken = make_adapter(inner / "broken", tiny, seed=1)
     (broken / "adapter_config.json").write_text("{}")
     return inner
 
 
 async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> None:
-    """Folders outside the root, by whatever way, adapters that do not fit, and names that are taken: each with its
-    status, the worker that refused, and the reason."""
+    """Folders outside the root, by any path, adapters that do not fit, and names in use are refused, each with its
+    status, the refusing worker and the reason."""
     cases: list[tuple[str, str | Path, int, str]] = [
         ("x", guarded.parent / "outside", 400, "not within adapter_root"),
         ("x", "../outside", 400, "not within adapter_root"),
@@ -214,7 +215,7 @@ async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> No
 async def test_control_without_the_check_an_adapter_outside_is_loaded(
     inside: Any, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same link and path, were they not resolved."""
+    """Control: without resolving links and paths, the same requests succeed."""
     monkeypatch.setattr(runtime_adapters, "folder_within", lambda root, path: root / path)
     async with inside(adapter_root=guarded, http_port=0) as cluster:
         assert (await load(cluster, "link", "link"))[0] == 200
@@ -222,15 +223,15 @@ async def test_control_without_the_check_an_adapter_outside_is_loaded(
 
 
 async def test_without_a_root_none_is_loaded(inside: Any, root: Path) -> None:
-    """By default."""
+    """By default no adapter can be loaded."""
     async with inside(http_port=0) as cluster:
         status, answer = await load(cluster, "red", root / "red")
         assert (status, answer["error"]["code"]) == (400, "NO_ADAPTER_ROOT")
 
 
 async def test_all_workers_or_none(inside: Any, root: Path, tiny: Path, tmp_path: Path) -> None:
-    """One that lacks the folder, one with other content, one without a root, and one that is gone: the error names it,
-    and no process serves the adapter afterwards."""
+    """If one worker lacks the folder, has other content, has no root, or is gone, the error names it, and no process
+    serves the adapter afterwards."""
     for name in ("lacks", "differs"):
         (tmp_path / name).mkdir()
     make_adapter(tmp_path / "differs" / "red", tiny, seed=9, rank=4)
@@ -255,7 +256,7 @@ async def test_all_workers_or_none(inside: Any, root: Path, tiny: Path, tmp_path
 async def test_a_worker_that_does_not_answer_is_a_refusal(
     inside: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may be tried again, and changes nothing."""
+    """A worker that does not answer refuses the load, which may be tried again and changes nothing."""
     async with inside(adapter_root=root) as cluster:
         prepare = RuntimeAdapters.prepare
 
@@ -287,7 +288,7 @@ async def lacking(cluster: Any, worker_id: str, tmp_path: Path) -> None:
 async def test_a_decode_worker_without_the_adapter_serves_all_other_requests(
     inside: Any, root: Path, tmp_path: Path
 ) -> None:
-    """Requests for the adapter go to another one, and requests for anything else need not wait because it refused."""
+    """Requests for the adapter go to another worker, and other requests do not wait because this one refused."""
     async with inside(adapter_root=root, prefill=0) as cluster:
         await cluster.client.load_adapter("red", "red")
         await lacking(cluster, "decode-1", tmp_path)
@@ -327,8 +328,8 @@ async def test_a_prefill_worker_without_the_adapter_serves_all_other_requests(
 async def test_a_stream_keeps_an_adapter_that_is_unloaded(
     inside: Any, root: Path, references: dict[str, Path], tiny: Path
 ) -> None:
-    """It ends with its own tokens, also when the name then means another adapter, and when it moves to another worker.
-    Meanwhile it keeps its slot: the other adapter waits."""
+    """The stream ends with its own tokens, also when the name then means another adapter, and when it moves to another
+    worker. Meanwhile it holds its slot: the other adapter waits."""
     prompt, new = oracle.prompts(tiny, [20])[0], 300
     async with inside(adapter_root=root, adapter_slots=1, decode=2) as cluster:
         client = cluster.client
@@ -356,7 +357,7 @@ async def test_a_stream_keeps_an_adapter_that_is_unloaded(
 async def test_control_without_keeping_it_the_stream_is_lost(
     inside: Any, root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker that it moves to does not know the adapter any more."""
+    """Control: the worker to which it moves does not know the adapter any more."""
     monkeypatch.setattr(RuntimeAdapters, "_keep", lambda *given: None)
     async with inside(adapter_root=root, decode=2, max_attempts=2) as cluster:
         await cluster.client.load_adapter("mine", "red")
@@ -373,7 +374,7 @@ async def test_control_without_keeping_it_the_stream_is_lost(
 
 
 async def test_the_slot_of_an_unloaded_adapter_is_the_first_to_go(inside: Any, root: Path) -> None:
-    """Before the one that was used least recently."""
+    """It is reused before the slot of the least recently used adapter."""
     async with inside(adapter_root=root, adapters={"old": str(root / "blue")}, adapter_slots=2, prefill=0) as cluster:
         worker = cluster.workers["decode-0"]
         lora = worker.engine.model.lora
@@ -393,8 +394,8 @@ async def test_the_slot_of_an_unloaded_adapter_is_the_first_to_go(inside: Any, r
 
 
 async def test_no_other_request_notices(inside: Any, root: Path, references: dict[str, Path], tiny: Path) -> None:
-    """Base, a lasting adapter, and one that comes and goes all the time: only requests for that one fail, and only as
-    not found; every answer has its own tokens."""
+    """With requests for the base, a permanent adapter, and one that is loaded and unloaded all the time, only requests
+    for that one fail, and only as not found; every answer has its own tokens."""
     prompts = oracle.prompts(tiny, [20, 33, 9, 50], seed=8)
     wanted = {name: [oracle.greedy(where, prompt, NEW) for prompt in prompts] for name, where in references.items()}
     async with inside(adapter_root=root, adapters={"red": str(root / "red")}, adapter_slots=2, decode=2) as cluster:
@@ -435,7 +436,7 @@ async def test_no_other_request_notices(inside: Any, root: Path, references: dic
 async def test_others_have_it_and_a_later_worker_too(
     inside: Any, root: Path, references: dict[str, Path], tiny: Path
 ) -> None:
-    """Another router has it when the call returns; a worker that starts later serves it at once."""
+    """Another router has the adapter when the call returns; a worker that starts later serves it at once."""
     prompt = oracle.prompts(tiny, [30])[0]
     wanted = oracle.greedy(references["red"], prompt, NEW)
     async with inside(adapter_root=root, prefill=0) as cluster:
@@ -461,8 +462,8 @@ async def test_others_have_it_and_a_later_worker_too(
 async def test_a_later_worker_without_the_folder_serves_the_rest(
     inside: Any, root: Path, references: dict[str, Path], tiny: Path, tmp_path: Path
 ) -> None:
-    """Requests that name the adapter go to the others, and the doctor says what it lacks; with the folder in place it
-    serves the adapter, too."""
+    """Requests for the adapter go to the other workers, and the doctor reports what is missing; with the folder in
+    place the worker serves the adapter, too."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(adapter_root=root) as cluster:
         await cluster.client.load_adapter("red", "red")
@@ -486,7 +487,7 @@ async def test_a_later_worker_without_the_folder_serves_the_rest(
 
 
 async def test_a_registry_that_loses_the_list_gets_it_back(inside: Any, root: Path) -> None:
-    """Before the next change, and for workers that start afterwards."""
+    """The list is written back before the next change, and for workers that start afterwards."""
     async with inside(adapter_root=root) as cluster:
         await cluster.client.load_adapter("red", "red")
         registry, before = cluster.router.models.first.pools.registry, cluster.router.models.first.pools.adapters.list

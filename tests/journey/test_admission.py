@@ -1,4 +1,5 @@
-"""Who is let in: within its tenant's limits, while its first token can be of use, and not when it kills workers."""
+"""Admission: a request is accepted within its tenant's limits, while its first token can be useful, and if it does not
+crash workers."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ class AfterAdmitted:
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = True) -> list[str]:
-    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Its record goes first, since
-    a beat on its way is a sign of life, unless only the connection broke. Returns whose calls ended."""
+    """A decode worker's call with this prompt ends like a crash, once admitted. The worker's record is removed first,
+    because a heartbeat in flight would be a sign of life, unless only the connection broke. Returns the workers whose
+    calls ended."""
     crashed: list[str] = []
     decode = DecodeServicer.Decode
 
@@ -66,8 +68,8 @@ def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = T
 async def test_a_request_that_kills_workers_is_stopped_after_three(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it began alone at the third. It is refused when it is sent again, with whatever id and seed; all others are
-    served as before."""
+    """It began alone at the third worker. It is refused when it is sent again, with any id and seed; all other requests
+    are served as before."""
     poison, harmless = oracle.prompts(tiny, [30, 40])
     crashed = deadly(monkeypatch, poison)
     async with inside(decode=4) as cluster:
@@ -87,7 +89,7 @@ async def test_a_request_that_kills_workers_is_stopped_after_three(
 async def test_control_without_the_quarantine_it_takes_all_attempts(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And as many workers."""
+    """Control: without the quarantine, the request uses all attempts and as many workers."""
     monkeypatch.setattr(poison_requests, "SUSPECT_LOST", 1000)
     poison = oracle.prompts(tiny, [30])[0]
     crashed = deadly(monkeypatch, poison)
@@ -98,9 +100,9 @@ async def test_control_without_the_quarantine_it_takes_all_attempts(
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> tuple[asyncio.Semaphore, asyncio.Event]:
-    """When the call with this prompt was admitted, the worker's record goes, and all its calls end as a crash would end
-    them. Each other call releases the semaphore when it was admitted, and goes on after the event, or
-    at once when it begins alone."""
+    """When the call with this prompt is admitted, the worker's record is removed, and all its calls end like a crash.
+    Each other call releases the semaphore when it is admitted, and continues after the event, or at once if it begins
+    alone."""
     admitted_calls, over = asyncio.Semaphore(0), asyncio.Event()
     dead: dict[str, asyncio.Event] = {}
     decode = DecodeServicer.Decode
@@ -136,7 +138,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> tuple[asyncio
 
 
 async def beside_poison(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The answers to four requests with one prompt, which begin beside poison on two workers or on three."""
+    """The answers to four requests with one prompt, which begin at the same time as a poison request on two or three
+    workers."""
     poison, harmless = oracle.prompts(tiny, [30, 40])
     admitted, over = crowded(monkeypatch, poison)
     async with inside(decode=4, max_attempts=8) as cluster:
@@ -159,7 +162,7 @@ async def beside_poison(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 async def test_requests_that_begin_beside_poison_are_served(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though as many workers were lost with them: they begin alone, and nothing happens."""
+    """The same number of workers was lost with them, but they then begin alone, without a crash."""
     answers = await beside_poison(inside, tiny, monkeypatch)
     assert not [one for one in answers if isinstance(one, InternalError)]
     assert any(one.receipt.attempts > 2 for one in answers)
@@ -168,7 +171,8 @@ async def test_requests_that_begin_beside_poison_are_served(
 async def test_lost_connections_to_workers_that_live_are_no_reason_to_refuse_a_request(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same loss as a crash, but the workers beat on: all attempts are used, each time that it is sent."""
+    """The calls end as in a crash, but the workers send heartbeats: all attempts are used, each time that the request
+    is sent."""
     unlucky = oracle.prompts(tiny, [30])[0]
     broken = deadly(monkeypatch, unlucky, dies=False)
     async with inside(decode=2) as cluster:
@@ -181,7 +185,7 @@ async def test_lost_connections_to_workers_that_live_are_no_reason_to_refuse_a_r
 async def test_control_if_every_loss_counted_they_would_be(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a broken connection means is asked of the view."""
+    """Control: the router's view determines what a broken connection means."""
     monkeypatch.setattr(WorkerLiveness, "ended", lambda *_: True)
     unlucky = oracle.prompts(tiny, [30])[0]
     deadly(monkeypatch, unlucky, dies=False)
@@ -194,7 +198,8 @@ async def test_control_if_every_loss_counted_they_would_be(
 async def test_a_request_whose_step_fails_at_two_workers_is_stopped(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    """Though both live. One worker alone is no proof: it is tried there until the attempts are used."""
+    """The request is stopped although both workers live. One worker alone is no proof: the request is tried there until
+    the attempts are used."""
     poison = oracle.prompts(tiny, [30])[0]
     failed: list[str] = []
     decode = DecodeServicer.Decode
@@ -215,7 +220,8 @@ async def test_a_request_whose_step_fails_at_two_workers_is_stopped(
 
 
 async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Path) -> None:
-    """Requests in progress and tokens of a minute, over gRPC and HTTP, with the time to come back; others go on."""
+    """Requests in progress and tokens per minute are limited over gRPC and HTTP, with a retry delay; other tenants are
+    served."""
     file = tmp_path / "keys"
     file.write_text(f"small {SMALL} requests=1 tokens_per_minute=200\nlarge {LARGE}\n")
     model = str(Path(__file__).parents[2] / "demo/model")
@@ -250,8 +256,8 @@ async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Pa
 async def test_what_no_worker_has_begun_costs_its_tenant_nothing(
     inside: Any, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that is refused for want of room and sent again takes its prompt from the tenant's minute once, and is
-    in its metric once."""
+    """A request that is refused because no worker has room, and is sent again, is charged to the tenant's minute once
+    and counted once in its metric."""
     file = tmp_path / "keys"
     file.write_text(f"small {SMALL} tokens_per_minute=100\n")
     prompt = oracle.prompts(tiny, [64])[0]
@@ -279,7 +285,7 @@ async def test_what_no_worker_has_begun_costs_its_tenant_nothing(
 
 
 async def test_tenants_do_not_share_cached_prefixes(inside: Any, tmp_path: Path, tiny: Path) -> None:
-    """From how long a first token takes, nobody can tell what another tenant has asked. One tenant's keys do share."""
+    """The time to first token does not reveal what another tenant has sent. Keys of one tenant share a cache."""
     file, second = tmp_path / "keys", "other-key-0123456789"
     file.write_text(f"small {SMALL}\nlarge {LARGE}\nsmall {second}\n")
     prompt = oracle.prompts(tiny, [64])[0]
@@ -295,7 +301,7 @@ async def test_tenants_do_not_share_cached_prefixes(inside: Any, tmp_path: Path,
 
 
 async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any, tiny: Path) -> None:
-    """Far more prompts than can begin in time: the rest is refused with a time to come back, and nothing stays held."""
+    """With far more prompts than can begin in time, the rest is refused with a retry delay, and nothing stays held."""
     prompts = oracle.prompts(tiny, [600] * 40)
     async with inside(max_num_seqs=4, kv_blocks=1024, measured=True) as cluster:
         await cluster.client.generate(prompts[0], max_tokens=1)
@@ -324,7 +330,7 @@ async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any,
 
 
 async def test_what_no_priority_or_objective_can_be_is_refused_by_name(inside: Any, tiny: Path) -> None:
-    """With its bound, before anything is held."""
+    """The error has the bound, and nothing has been reserved."""
     prompt = oracle.prompts(tiny, [10])[0]
     async with inside() as cluster:
         for about, field in (
@@ -343,7 +349,7 @@ async def test_what_no_priority_or_objective_can_be_is_refused_by_name(inside: A
 async def test_a_record_counts_blocks_that_preempted_streams_wait_for_as_held(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newcomers cannot reserve them, so no router should try; and never more than the pool has."""
+    """New requests cannot reserve these blocks, so no router should try; the count never exceeds the pool."""
     async with inside() as cluster:
         worker = cluster.workers["decode-0"]
         for owed in (0, 7, 10_000):
@@ -355,7 +361,7 @@ async def test_a_record_counts_blocks_that_preempted_streams_wait_for_as_held(
 async def test_what_is_too_large_for_one_worker_is_served_by_another(
     inside: Any, tiny: Path, role: str, prompt: int, new: int
 ) -> None:
-    """While workers with a longer context replace others, some of a pool hold less than a request may need."""
+    """During an upgrade to a longer context, some workers of a pool hold less than a request may need."""
     tokens = oracle.prompts(tiny, [prompt])[0]
     expected = oracle.greedy(tiny, tokens, new)
     async with inside() as cluster:

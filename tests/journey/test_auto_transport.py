@@ -1,4 +1,4 @@
-"""Workers with both transports, NIXL and Gloo: each pair uses one of them, and says which and why."""
+"""Workers with both transports, NIXL and Gloo: each pair uses one of them, and reports which and why."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ async def test_receipt_and_doctor_say_which_transport_a_pair_uses_and_why(inside
 async def test_a_pair_whose_nixl_fails_goes_on_over_the_other_transport(
     inside: Any, tiny: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that finds out is computed by its decode worker, as with every transfer that fails. Later ones move
-    KV over Gloo, with the right tokens and nothing left in the ledger. The control: with NIXL alone none moves any."""
-    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)  # for which the pair is avoided
+    """The first request is computed by its decode worker, as after every transfer that fails. Later ones move KV over
+    Gloo, with the right tokens and an empty ledger. In the control, with NIXL alone, none moves any KV."""
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)  # how long the pair is avoided
     prompts = oracle.prompts(tiny, [50, 51, 52, 53])
     async with inside(transport=transport) as cluster:
         monkeypatch.setattr(NixlTransport, "read", never_arrives)
@@ -68,8 +68,8 @@ async def test_a_pair_whose_nixl_fails_goes_on_over_the_other_transport(
 async def test_pairs_that_change_their_transport_under_load_lose_no_request(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NIXL's reads from one of two sources fail: its pairs go over to Gloo while requests run, and each
-    request has its own tokens."""
+    """NIXL's reads from one of two sources fail: its pairs switch to Gloo while requests run, and each request has its
+    own tokens."""
     monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)
     read = NixlTransport.read
 
@@ -83,7 +83,7 @@ async def test_pairs_that_change_their_transport_under_load_lose_no_request(
         monkeypatch.setattr(NixlTransport, "read", from_one_only)
         async with asyncio.timeout(30):
             for seed in count():
-                prompts = oracle.prompts(tiny, [40, 41, 42, 43, 44, 45], seed)  # which no worker has in its cache
+                prompts = oracle.prompts(tiny, [40, 41, 42, 43, 44, 45], seed)  # not in any worker's cache
                 done = await asyncio.gather(
                     *(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True) for prompt in prompts)
                 )

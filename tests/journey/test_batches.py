@@ -1,4 +1,4 @@
-"""Files and batches as the real `openai` package uses them: each line is answered once, whatever happens to routers."""
+"""Files and batches as the real `openai` package uses them: each line is answered once, even if routers are lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def ended(client: openai.AsyncOpenAI, batch: Any) -> Any:
 
 
 async def results(client: openai.AsyncOpenAI, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The lines of the output and of the error file by custom id, of which none is there twice."""
+    """The lines of the output and of the error file by custom id, each of which occurs once."""
     found: list[dict[str, Any]] = []
     names: Counter[str] = Counter()
     for file_id in (batch.output_file_id, batch.error_file_id):
@@ -74,7 +74,7 @@ async def results(client: openai.AsyncOpenAI, batch: Any) -> tuple[dict[str, Any
 
 
 def comparable(body: dict[str, Any]) -> dict[str, Any]:
-    """Without what no two answers have in common. The second one finds its prompt in the cache."""
+    """The body without fields that differ between any two answers. The second answer finds its prompt in the cache."""
     usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
     return {name: value for name, value in body.items() if name not in ("id", "created", "usage")} | {"usage": usage}
 
@@ -116,7 +116,7 @@ def said(text: str, **more: Any) -> dict[str, Any]:
     ],
 )
 async def test_a_batch_answers_as_the_endpoint_does(inside: Any, url: str, bodies: dict[str, Any]) -> None:
-    """Body for body, the errors of invalid lines included; those do not fail the batch."""
+    """Each body equals the endpoint's, the errors of invalid lines included, which do not fail the batch."""
     async with demo(inside) as cluster, client_of(cluster.router) as client:
         batch = await begun(client, asked(bodies, url), url, metadata={"why": "test"})
         assert (batch.status, batch.endpoint, batch.metadata) == ("validating", url, {"why": "test"})
@@ -148,7 +148,7 @@ async def test_a_batch_answers_as_the_endpoint_does(inside: Any, url: str, bodie
 
 
 async def test_a_batch_of_responses_answers_as_the_endpoint_does_and_stores_none(inside: Any) -> None:
-    """What would need stored responses is refused by its name."""
+    """A line that would need stored responses is refused with the field's name."""
     short = {"input": "What does heapq do?", "temperature": 0, "max_output_tokens": 8}
     bodies: dict[str, Any] = {
         "text": short,
@@ -183,7 +183,7 @@ async def test_a_batch_of_responses_answers_as_the_endpoint_does_and_stores_none
 async def test_control_without_the_default_of_the_endpoint_a_line_has_another_length(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the equality above also covers what a body leaves out."""
+    """Control: the equality above also covers what a body omits."""
     submit = line_runner.JobService.submit
 
     async def without(self: Any, requests: Any, key: Any, **_: Any) -> Any:
@@ -199,7 +199,7 @@ async def test_control_without_the_default_of_the_endpoint_a_line_has_another_le
 
 
 async def test_files_are_those_of_the_package(inside: Any) -> None:
-    """Uploaded, listed, read and deleted; one that is too large is refused and leaves nothing."""
+    """Files are uploaded, listed, read and deleted; one that is too large is refused and leaves nothing."""
     data = asked({"a": said("x")}, CHAT)
     async with demo(inside, max_file_mib=1) as cluster, client_of(cluster.router) as client:
         file = await client.files.create(
@@ -228,7 +228,7 @@ async def test_files_are_those_of_the_package(inside: Any) -> None:
 
 
 async def test_an_input_that_is_no_list_of_requests_fails_the_batch(inside: Any) -> None:
-    """With the line and what is wrong with it, and no line is run; so does a wrong endpoint, at once."""
+    """The error has the line and its fault, and no line is run; a wrong endpoint is refused at once."""
     content = asked({"a": said("x")}, CHAT) + b"oops\n" + asked({"a": said("x")}, CHAT) + asked({"b": {}}, COMPLETIONS)
     async with demo(inside) as cluster, client_of(cluster.router) as client:
         batch = await ended(client, await begun(client, content))
@@ -250,7 +250,8 @@ async def test_an_input_that_is_no_list_of_requests_fails_the_batch(inside: Any)
 
 
 async def test_lists_that_are_not_read_are_bounded(inside: Any) -> None:
-    """A list of a thousand files has a megabyte and costs a line to ask for: until it is read, it counts as a body."""
+    """A list of a thousand files has a megabyte, and requesting it costs a client one line: until it is read, it counts
+    like a body."""
     async with demo(inside) as cluster, client_of(cluster.router) as client:
         await ended(
             client, await begun(client, asked({"a": {"prompt": "x", "max_tokens": 1}}, COMPLETIONS), COMPLETIONS)
@@ -268,7 +269,7 @@ async def test_lists_that_are_not_read_are_bounded(inside: Any) -> None:
 
 @pytest.mark.parametrize("field", ["input_file_id", "metadata"])
 async def test_a_batch_of_texts_that_are_no_unicode_is_refused(inside: Any, field: str) -> None:
-    """With the field's name, and before it is kept: otherwise no list of batches could be shown as long as it is."""
+    """The error names the field, and nothing is stored: otherwise no list that contains the batch could be encoded."""
     async with demo(inside) as cluster, client_of(cluster.router) as client:
         file = await client.files.create(file=("in.jsonl", asked({"a": {"prompt": "x"}}, COMPLETIONS)), purpose="batch")
         about: dict[str, Any] = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
@@ -281,7 +282,7 @@ async def test_a_batch_of_texts_that_are_no_unicode_is_refused(inside: Any, fiel
 
 
 async def test_a_cancelled_batch_stops(inside: Any) -> None:
-    """Its jobs end, what is done is in the output, and every other line says why it was not run."""
+    """Its jobs end, finished lines are in the output, and every other line has the reason why it was not run."""
     bodies = {str(number): said("x", max_tokens=40, ignore_eos=True) for number in range(60)}
     async with demo(inside) as cluster, client_of(cluster.router) as client:
         for worker in cluster.workers.values():
@@ -299,7 +300,7 @@ async def test_a_cancelled_batch_stops(inside: Any) -> None:
 
 
 async def test_a_batch_ends_with_its_window(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lines that were not run in time say so."""
+    """Lines that were not run within the window have an error that says so."""
     monkeypatch.setattr(batch_store, "DAY_S", 1)
     bodies = {str(number): said("x", max_tokens=100, ignore_eos=True) for number in range(100)}
     async with demo(inside) as cluster, client_of(cluster.router) as client:
@@ -314,7 +315,7 @@ async def test_a_batch_ends_with_its_window(inside: Any, monkeypatch: pytest.Mon
 
 
 async def test_tenants_share_no_file_and_no_batch(inside: Any, tmp_path: Path) -> None:
-    """What another tenant has is unknown, in every call and in no list."""
+    """Another tenant's files and batches are unknown in every call and not in any list."""
     keys = tmp_path / "keys"
     keys.write_text(f"ann {ANN}\nbob {BOB}\n")
     async with demo(inside, api_keys=keys) as cluster, client_of(cluster.router, ANN) as ann:
@@ -339,7 +340,7 @@ async def test_tenants_share_no_file_and_no_batch(inside: Any, tmp_path: Path) -
 
 
 async def crash(router: Any) -> None:
-    """Its process is gone: nothing is renewed, released or stored any more."""
+    """Makes a router behave as if its process had died: nothing is renewed, released or stored any more."""
     await end(router.batch_runner._keeping)
     await end(router.job_runner._keeping)
     tasks = [one.task for one in router.batch_runner._running.values()]
@@ -348,16 +349,16 @@ async def crash(router: Any) -> None:
 
 
 async def leave(router: Any) -> None:
-    """It stops in order."""
+    """Stops a router in order."""
     await router.batch_runner.leave()
     await router.jobs.leave()
 
 
 @pytest.mark.parametrize("lost", [crash, leave])
 async def test_a_batch_survives_its_router(inside: Any, monkeypatch: pytest.MonkeyPatch, lost: Any) -> None:
-    """Another one continues it: each line has one answer, which is what it would have been without the loss."""
+    """Another router continues the batch: each line has one answer, the same as without the loss."""
     for module in (job_runner, batch_runner):
-        monkeypatch.setattr(module, "LEASE_S", 2.0)  # a busy machine keeps a shorter one too seldom
+        monkeypatch.setattr(module, "LEASE_S", 2.0)  # on a busy machine a shorter lease would expire
     seeds = {str(number): {"temperature": 0.9, "seed": number} for number in range(24)}
     bodies = {name: said("Tell", **{"max_tokens": 30, "ignore_eos": True, **seed}) for name, seed in seeds.items()}
     async with demo(inside) as cluster:

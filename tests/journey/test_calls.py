@@ -1,4 +1,4 @@
-"""A call of a tool that is under way when its worker is lost is the same call, on every door."""
+"""A tool call that is being written when its worker is lost is the same call in every API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = tuple[str, str, int]  # name, arguments, completion tokens
 
 
 class Doors:
-    """Every way to ask for the same forced call as a stream."""
+    """The same forced call, requested as a stream in every API."""
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
@@ -105,8 +105,8 @@ class Doors:
 
 
 async def test_a_worker_that_goes_away_in_the_middle_of_a_call_changes_no_call(inside: Any, tmp_path: Path) -> None:
-    """On any door, and for a job: the name, the arguments and their tokens are those of an undisturbed answer, which
-    is the same on all of them but responses, where the tool has other fields in the prompt."""
+    """In every API, and for a job, name, arguments and their tokens equal those of an undisturbed answer. That answer
+    is the same in all of them but responses, where the tool has other fields in the prompt."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)

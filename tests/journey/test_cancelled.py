@@ -1,4 +1,4 @@
-"""A Decode call that is cancelled at any of its awaits frees its blocks, once."""
+"""A Decode call that is cancelled at any of its awaits frees its blocks exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_AWAITS = 200
 
 
 class CancelledAt:
-    """Awaits a coroutine and cancels the task at its `number`-th await, and, if `again`, at all that follow."""
+    """Awaits a coroutine and cancels the task at its `number`-th await, and with `again` at all later ones."""
 
     def __init__(self, work: Coroutine[Any, Any, None], number: int, again: bool) -> None:
         self._work, self._number, self._again = work, number, again
@@ -48,8 +48,8 @@ class CancelledAt:
 async def test_cancelled_at_any_await_the_blocks_are_free(
     inside: Any, monkeypatch: pytest.MonkeyPatch, remote: bool, again: bool
 ) -> None:
-    """With the prompt computed elsewhere and here; with one cancellation, and with another at each await of the
-    clean-up. The last round is not cancelled, and answers."""
+    """With local and remote prefill, with one cancellation, and with another one at each await of the clean-up. The
+    last round is not cancelled, and answers."""
     decode, number, runs = DecodeServicer.Decode, 0, list[CancelledAt]()
     over = asyncio.Event()
 
@@ -67,7 +67,7 @@ async def test_cancelled_at_any_await_the_blocks_are_free(
         prefill, channels = cluster.workers["prefill-0"], Channels()
         stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
         for number in range(1, MOST_AWAITS):
-            prompt = chance.choices(range(5, 200), k=50)  # none that is cached
+            prompt = chance.choices(range(5, 200), k=50)  # not cached
             request = decode_pb2.DecodeRequest(
                 request_id=f"r{number}", attempt=1, token_ids=prompt, prompt_tokens=50, max_tokens=3
             )

@@ -1,4 +1,4 @@
-"""`tandem chat` remembers what was said, forgets it when told to, and survives what goes wrong in a turn."""
+"""`tandem chat` sends the earlier turns, forgets them on request, and survives errors in a turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEMO = str(Path(__file__).parents[2] / "demo/model")
 
 
 class Told:
-    """A client that answers with how many messages it was given, and keeps them."""
+    """A client that answers with the number of messages that it received, and stores them."""
 
     def __init__(self) -> None:
         self.asked: list[list[Any]] = []
@@ -53,7 +53,7 @@ def asked(chat: Chat) -> list[Any]:
 
 
 def test_each_turn_has_all_that_was_said(chat: Chat) -> None:
-    """Until /new; /system comes first, and is no turn; an empty line is nothing."""
+    """The turns are kept until /new; /system comes first and is no turn; an empty line does nothing."""
     chat.run(["one\n", "\n", "two\n"])
     assert asked(chat) == ["one", "answer 1", "two"]
     chat.run(["/system Be brief.\n", "three"])
@@ -63,14 +63,14 @@ def test_each_turn_has_all_that_was_said(chat: Chat) -> None:
 
 
 def test_again_asks_the_last_question_once_more(chat: Chat) -> None:
-    """The answer that is not wanted is forgotten."""
+    """The former answer is forgotten."""
     chat.run(["/again", "one", "two", "/again"])
     assert asked(chat) == ["one", "answer 1", "two"]
     assert len(chat.messages) == 4
 
 
 def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
-    """An error: the question was not asked. Ctrl-C: the beginning of the answer was said."""
+    """After an error, the question is not part of the chat; after Ctrl-C, the beginning of the answer is."""
     client: Any = chat.client
     told: Any = chat.tell
     client.fails = Unavailable("nobody is there")
@@ -86,7 +86,7 @@ def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
 
 
 def test_a_turn_goes_to_the_model_that_was_chosen(chat: Chat) -> None:
-    """An adapter by its name, or none for the model itself; a name that there is not changes nothing."""
+    """A turn goes to an adapter by its name, or to the model itself; an unknown name changes nothing."""
     client: Any = chat.client
     told: Any = chat.tell
     chat.run(["one", "/model sql", "two", "/model cobol", "three", "/model", "/model base", "four"])

@@ -1,4 +1,4 @@
-"""What a client says about its chat changes the prompt alike over HTTP and over gRPC."""
+"""Chat fields change the prompt in the same way over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def door(inside: Any, tmp_path: Path) -> Any:
 
 
 async def test_both_doors_render_the_same_chat(door: Any) -> None:
-    """Each field changes the answer's prompt as a text without a template shows it."""
+    """Each field changes the prompt, shown as text without a template, in the same way over HTTP and gRPC."""
     said = [*CHAT, {"role": "assistant", "content": "It removes"}]
     thought = [{"role": "assistant", "content": "a", "reasoning_content": "hm"}, *CHAT]
     question = f"<|user|>{CHAT[0]['content']}<|end|>"
@@ -66,7 +66,7 @@ async def test_both_doors_render_the_same_chat(door: Any) -> None:
 
 
 async def test_a_client_brings_a_template_only_where_it_is_trusted(door: Any) -> None:
-    """By default it does not, over either door."""
+    """By default a client's template is refused over HTTP and gRPC."""
     async with door() as (grpc, chats):
         with pytest.raises(InvalidRequest, match="allow_request_chat_template"):
             await grpc.generate(messages=CHAT, chat_template="{{ 1 }}")

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: each is what its seed alone would give, and the prompt is computed once."""
+"""Several answers to one prompt: each equals the answer to its seed alone, and the prompt is computed once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def options(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_each_answer_is_what_its_own_seed_gives(inside: Any, tiny: Path, prefill: int) -> None:
-    """Asked for alone with the seed of its receipt, the same tokens; they differ from one another."""
+    """Requested alone with the seed of its receipt, each answer has the same tokens; the answers differ from each
+    other."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside(prefill=prefill) as cluster:
         done = await cluster.client.generate(prompt, n=5, **options())
@@ -42,7 +43,7 @@ async def test_each_answer_is_what_its_own_seed_gives(inside: Any, tiny: Path, p
 async def test_only_the_first_answer_comes_before_those_who_wait(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others follow it, to where the prompt's KV is, and have no token yet: they wait as everybody does."""
+    """The others follow to where the prompt's KV is, and have no token yet, so they queue like every request."""
     asked = []
     placed = RequestScheduler.placed
 
@@ -57,8 +58,8 @@ async def test_only_the_first_answer_comes_before_those_who_wait(
 
 
 async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any, tiny: Path) -> None:
-    """One prefill, one transfer; on the decode worker all tables begin with the same blocks. The control: the blocks
-    that they do not share would be that many times more."""
+    """There is one prefill and one transfer; on the decode worker all tables begin with the same blocks. Control: the
+    blocks that are not shared would be that many times more."""
     length, n = 85, 6
     prompt = oracle.prompts(tiny, [length])[0]
     full = (length - 1) // BLOCK
@@ -88,7 +89,7 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any
 
 
 async def test_an_answer_that_ends_at_its_first_token(inside: Any, tiny: Path) -> None:
-    """Its KV reaches no decode worker; the others then go the ordinary way and are whole."""
+    """Its KV is not sent to a decode worker; the others are then placed like other requests and are complete."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside() as cluster:
         alone = await cluster.client.generate(prompt, **options())
@@ -104,7 +105,7 @@ async def test_an_answer_that_ends_at_its_first_token(inside: Any, tiny: Path) -
 
 
 async def test_a_decode_worker_that_goes_away_mid_stream_changes_no_answer(inside: Any, tiny: Path) -> None:
-    """Each answer is resumed for itself: the same tokens, none lost and none twice."""
+    """Each answer is resumed separately with the same tokens, none lost and none twice."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside(decode=2) as cluster:
         expected = await cluster.client.generate(prompt, n=4, **options())
@@ -125,7 +126,7 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_no_answer(insid
 
 
 async def test_a_corrupted_transfer_changes_no_answer(inside: Any, tiny: Path) -> None:
-    """The first answer is placed again; the others wait for KV that is good."""
+    """The first answer is placed again; the others wait for valid KV."""
     prompt = oracle.prompts(tiny, [45])[0]
 
     def wrap(inner: Any, who: str) -> Any:
@@ -139,7 +140,7 @@ async def test_a_corrupted_transfer_changes_no_answer(inside: Any, tiny: Path) -
 
 
 async def test_sixteen_answers_where_few_places_and_blocks_are(inside: Any, tiny: Path) -> None:
-    """They wait their turn or are preempted, and are whole; the books balance."""
+    """They queue or are preempted, and are complete; the ledgers balance."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside(max_num_seqs=5, kv_blocks=40) as cluster:
         done = await cluster.client.generate(prompt, n=16, **options())
@@ -150,7 +151,7 @@ async def test_sixteen_answers_where_few_places_and_blocks_are(inside: Any, tiny
 
 
 async def test_a_client_that_leaves_and_a_deadline_free_every_answer(inside: Any, tiny: Path) -> None:
-    """Within a second nothing is held on either side, whatever each of them was doing."""
+    """Within a second nothing is held on either side, in whatever state each of them was."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside() as cluster:
         slow_down(cluster.workers["decode-0"])
@@ -167,7 +168,7 @@ async def test_a_client_that_leaves_and_a_deadline_free_every_answer(inside: Any
 
 
 async def test_each_answer_has_its_own_stop_string_and_grammar(inside: Any) -> None:
-    """They share what was asked and nothing of what they wrote."""
+    """The answers share the request, and no state of what they have generated."""
     demo = str(Path(__file__).parents[2] / "demo/model")
     async with inside(model=demo) as cluster:
         how = {"max_tokens": 60, "temperature": 1.0, "seed": 3}

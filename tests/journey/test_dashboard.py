@@ -1,4 +1,4 @@
-"""The dashboard over real sockets, and in a real browser where there is one."""
+"""The dashboard over real sockets, and in a real browser if one is installed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def scaled(cluster: Any) -> dict[str, int]:
 async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else(
     web: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page, stream and actions; a page of another site, or a name that somebody else made up for us, gets nothing."""
+    """Page, stream and actions work; a page of another site, or a request with a foreign host name, gets nothing."""
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
     monkeypatch.setattr(history, "SAMPLE_S", 3600.0)  # the history has the points that the test takes
     traces = "http://localhost:16686/trace/{trace_id}"
@@ -101,7 +101,7 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
                     assert len(value) == 2
                     break
 
-            # What is refused appears at once, and a point of the history once it is taken.
+            # A refused request appears at once, and a point of the history when it is sampled.
             with pytest.raises(InvalidRequest):
                 await cluster.client.generate([1, 2, 3], max_tokens=0, request_id="wrong")
             await cluster.router.history.take()
@@ -115,7 +115,7 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
             (point,) = found["history"]["points"]
             assert len(point) == len(found["history"]["columns"])
 
-        # Actions: first what is refused, then the same with nothing wrong.
+        # Actions: first those that are refused, then valid ones.
         await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
         target = "/dashboard/pools/prefill?size=2"
         rebound = {**PAGE, "host": "evil.example:8000"}
@@ -154,7 +154,8 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
 async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bounded(
     web: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As over gRPC, from anywhere; a key that is taken out sees no more; a stopping router waits for no dashboard."""
+    """With keys the rules are those of gRPC, from any address; a key that is removed sees no more; a stopping router
+    waits for no dashboard."""
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
     monkeypatch.setattr(dashboard, "MAX_STREAMS", 2)
     monkeypatch.setattr("services.router.tenancy.api_keys.RECHECK_S", 0.0)
@@ -201,7 +202,7 @@ async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bou
 
 
 class Browser:
-    """Chromium by WebDriver, which is HTTP and JSON."""
+    """Chromium over WebDriver, which is HTTP and JSON."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         self._client = client
@@ -223,7 +224,7 @@ class Browser:
         return await self.call("POST", "/execute/sync", {"script": script, "args": []})
 
     async def until(self, condition: str) -> None:
-        """Until the page finds the expression true, looked at after each of its changes."""
+        """Waits until the expression is true in the page, checked after each of its changes."""
         script = (
             "const done = arguments[arguments.length - 1];"
             f"const look = () => {{ if ({condition}) {{ watch.disconnect(); done(true); }} }};"
@@ -270,8 +271,9 @@ EVIL = "<img src=x onerror=document.title='taken'>"
 async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
     web: Any, browser: Browser, tmp_path: Path
 ) -> None:
-    """At phone width: the key is asked for, what the cluster says appears as text, arrows walk the requests, and a pool
-    is scaled from the keyboard; Escape scales nothing. No error, and no breach of the policy, is in the console."""
+    """At phone width: the page requests the key, shows the cluster's texts as text, moves through the requests by arrow
+    keys, and scales a pool from the keyboard; Escape scales nothing. The console has no error and no violation of the
+    policy."""
     file = tmp_path / "keys"
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, _):
@@ -300,7 +302,7 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
         )
         assert await browser.run(failed) == ["refused", EVIL]
         phases = "return [...document.querySelectorAll('.waterfall .numbers')].length"
-        assert await browser.run(phases) == 10  # eight to the first token, two of the whole
+        assert await browser.run(phases) == 10  # eight until the first token, two of the whole request
 
         await browser.run("document.querySelector('#list').focus()")
         await browser.press(DOWN)
@@ -320,7 +322,7 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
         await browser.until("document.querySelector('#warning').textContent === '1 of 2 prefill workers are ready'")
         said = await browser.call("POST", "/se/log", {"type": "browser"})
         assert [one["message"] for one in said if "401" not in one["message"]] == []
-        # Control: had the page made anything from markup, the browser would have stopped it, and said so.
+        # Control: if the page had created anything from markup, the browser would have blocked and reported it.
         markup = "try { document.body.innerHTML = '<b>x</b>'; return 'taken'; } catch (error) { return error.name; }"
         assert await browser.run(markup) == "TypeError"
         assert await browser.call("POST", "/se/log", {"type": "browser"})

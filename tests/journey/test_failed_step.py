@@ -1,4 +1,4 @@
-"""An engine's step fails while twelve requests are at work: all go on with the tokens that they would have had."""
+"""An engine's step fails while twelve requests run: all continue with the tokens that they would have had."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ async def ask(cluster: Any, prompt: list[int]) -> list[int] | TandemError:
 
 
 def failing(patch: pytest.MonkeyPatch, worker: Worker, when: Callable[[int, Any], bool]) -> list[int]:
-    """Its forwards fail when `when` says so of their number and batch; returns the numbers of those that did."""
+    """Makes forwards fail for which `when` is true, given their number and batch; returns the numbers of those that
+    failed."""
     forward, failed = worker.engine.forward, []
     count = 0
 
@@ -58,7 +59,7 @@ def plain(tiny: Path) -> list[list[int]]:
 async def test_one_failed_step_costs_nobody_a_token(
     inside: Any, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    """No request ends, none is placed again, the worker stays and its books balance."""
+    """No request ends or is placed again, the worker stays, and its ledger balances."""
     async with inside() as cluster:
         failed = failing(monkeypatch, cluster.workers[victim], lambda number, _: number == 3)
         assert await asyncio.gather(*(ask(cluster, prompt) for prompt in prompts())) == plain
@@ -71,7 +72,7 @@ async def test_one_failed_step_costs_nobody_a_token(
 async def test_control_without_the_second_try_requests_are_placed_again(
     inside: Any, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step that breaks its engine loses the worker; its requests find nobody else here."""
+    """Control: a failed step that breaks its engine loses the worker, and its requests find no other worker here."""
 
     def breaks(engine: Engine, plan: Any, before: Any, error: Exception) -> None:
         raise error
@@ -86,7 +87,7 @@ async def test_control_without_the_second_try_requests_are_placed_again(
 async def test_the_prompt_that_fails_every_step_ends_alone(
     inside: Any, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a status that says so, wherever it was tried; the workers stay."""
+    """It ends with a status that says so, on whichever worker it was tried; the workers stay."""
     asked = prompts()
     poison = min(set(range(383)) - {token for tokens in (*asked, *plain) for token in tokens})
     asked[5][2] = poison

@@ -1,7 +1,7 @@
 """Greedy tokens through a whole cluster equal transformers' own, for every kind of KV and of state, and the demo model.
 
-A worker computes a family as tests/engine/test_models.py, test_sparse_indexers.py and test_recurrent_layers.py have it,
-each for all of its families; to what is between workers a block is bytes.
+Whether a worker computes a family correctly is tested, for all families, in tests/engine/test_models.py,
+test_sparse_indexers.py and test_recurrent_layers.py; between workers a block is bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.support.harness import LocalCluster
 ROOT = Path(__file__).parents[2]
 NEW = 12
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 32, "dtype": "float32"}
-# One token to several chunks of 64; block borders hit, missed by one, and crossed.
+# One token to several chunks of 64; lengths at, next to, and beyond block boundaries.
 LENGTHS = [1, 8, 9, 17, 63, 64, 65, 150]
-# In processes of their own: the demo model, and windows beside full attention. What a worker does with the others is
-# the same in the test's process, which imports no library again: latents, windows alone, attention in pieces, an
-# indexer's keys; beside test_recurrent_state.py's, layers with neither KV nor state, convolutions, latents with states,
-# Mamba 1.
+# In separate processes: the demo model, and windows next to full attention. What a worker does with the others is
+# the same in the test's process, which needs no further imports: latents, windows alone, chunked attention, an
+# indexer's keys; in addition to test_recurrent_state.py's, layers with neither KV nor state, convolutions, latents with
+# states, Mamba 1.
 IN_PROCESSES = ["demo", "tiny-gpt-oss"]
 KINDS = [
     *("tiny-deepseek-v3", "tiny-mistral", "tiny-llama4-text", "tiny-glm-dsa"),
     *("tiny-nemotron-h", "tiny-lfm2", "tiny-kimi-linear", "tiny-jamba"),
 ]
-Answers = list[tuple[list[int], list[int]]]  # a prompt, and what came
+Answers = list[tuple[list[int], list[int]]]  # a prompt and its answer
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 async def answers(client: AsyncClient, model: Path, transport: str = "nixl:") -> Answers:
-    """All at once, cold and warm, then one at a time, warm and cold."""
+    """Answers to all prompts at once, cold and warm, then one at a time, warm and cold."""
 
     async def ask(prompt: list[int]) -> tuple[list[int], list[int]]:
         done = await client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
@@ -64,7 +64,7 @@ async def answers(client: AsyncClient, model: Path, transport: str = "nixl:") ->
 
 
 def assert_transformers(model: Path, found: Answers) -> None:
-    """Outside the cluster, whose event loop this would hold."""
+    """Runs outside the cluster, whose event loop it would block."""
     for prompt, tokens in found:
         assert tokens == oracle.likeliest(model, prompt, tokens)
     assert len({tuple(tokens) for _, tokens in found}) > len(found) // 2, "outputs must vary, or equality is weak"
@@ -80,20 +80,20 @@ async def in_processes(model: Path, carrier: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize("model", IN_PROCESSES, indirect=True)
 async def test_tokens_equal_transformers(model: Path) -> None:
-    """Through a router, a prefill and a decode worker, each a process; then nothing stays held."""
+    """Through a router, a prefill and a decode worker in separate processes; afterwards nothing is held."""
     await in_processes(model, "nixl:")
 
 
 @pytest.mark.parametrize("model", ["tiny-deepseek-v2"], indirect=True)
 async def test_tokens_equal_transformers_over_gloo(model: Path) -> None:
-    """As above, with latent KV over the transport in which both sides act."""
+    """Likewise with latent KV over the transport in which both sides act."""
     await in_processes(model, "gloo:", transport="nccl")
 
 
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 async def test_tokens_of_every_other_kind_equal_transformers(inside: Any, model: Path) -> None:
-    """Through the same router and workers in this process, with KV over NIXL, too; then nothing stays held."""
-    room = 1024  # blocks, of which a quarter is for snapshots of states: of all these prompts, and the first must stay
+    """Through the same router and workers in this process, also with KV over NIXL; afterwards nothing is held."""
+    room = 1024  # blocks; a quarter is for snapshots, which must hold those of all these prompts
     async with inside(model=str(model), transport="nixl", kv_blocks=room, **SETTINGS) as cluster:
         found = await answers(cluster.client, model)
         await cluster.freed()

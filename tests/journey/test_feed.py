@@ -1,4 +1,4 @@
-"""All streams of a decode worker share one message a step, and losing any of it never gives a wrong token."""
+"""All streams of a decode worker share one message per step, and losing any part of it never gives a wrong token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NEW = 64
 
 
 def dropping(monkeypatch: pytest.MonkeyPatch, which: Callable[[decode_pb2.DecodeResponse], bool]) -> list[Any]:
-    """Each event for which it is so is lost once on its way into a feed. Returns what was lost."""
+    """Loses each event for which the condition is true once, on its way into a shared stream. Returns the lost
+    events."""
     lost: list[Any] = []
     put = services.decode.stream_mux.StreamMux.put
 
@@ -46,7 +47,8 @@ def said(lane: int, position: int, *ids: int) -> decode_pb2.DecodeResponse:
 
 
 async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() -> None:
-    """With where the first of them stands, their log probabilities, and what was said last; never across a gap."""
+    """They are merged with the position of the first token, all log probabilities, and the last report; never across a
+    gap."""
     feed = services.decode.stream_mux.StreamMux(0.0)
     for position in (10, 11, 12):
         feed.put(said(1, position, position))
@@ -59,13 +61,13 @@ async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() 
     assert list(one.tokens.logprobs.chosen) == [-10.0, -11.0, -12.0]
     assert [event.tokens.position for event in (first, third, fourth)] == [20, 22, 24]
     assert last == ended
-    feed.put(said(2, 25, 8))  # what has been told is told
+    feed.put(said(2, 25, 8))  # what has been sent stays sent
     assert list((await anext(messages)).events[0].tokens.token_ids) == [8]
 
 
 async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
-    """The first at once, the others when the interval is over, and the end of any stream at once, with all that was
-    waiting. Without an interval each is told at once."""
+    """The first step is sent at once, the others when the interval is over, and the end of any stream at once, together
+    with all that is pending. Without an interval each is sent at once."""
     feed = services.decode.stream_mux.StreamMux(1.0)
     messages = feed.messages()
     told_at = monotonic()
@@ -90,7 +92,7 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     telling = asyncio.create_task(anext(messages))
     feed.put(said(1, 11, 5))
     feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
-    assert [event.lane for event in (await telling).events] == [1, 2]  # else the test takes an hour
+    assert [event.lane for event in (await telling).events] == [1, 2]  # otherwise the test would take an hour
     at_once = services.decode.stream_mux.StreamMux(0.0)
     messages = at_once.messages()
     for position in (10, 11, 12):
@@ -100,7 +102,7 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
 
 @pytest.mark.parametrize("interval_s", [-0.1, 1.5, float("nan"), float("inf")])
 def test_an_interval_that_nobody_would_want_is_refused(interval_s: float) -> None:
-    """A router that says so is none of ours."""
+    """A router of this version never sends such an interval."""
     feeds = services.decode.stream_mux.StreamMuxes()
     with pytest.raises(InvalidRequest, match="s between messages"), feeds.opened("one", interval_s):
         pass
@@ -110,7 +112,7 @@ def test_an_interval_that_nobody_would_want_is_refused(interval_s: float) -> Non
 
 @pytest.mark.parametrize("interval_s", [1.0, 0.0])
 async def test_a_router_asks_for_its_interval(inside: Any, tiny: Path, interval_s: float) -> None:
-    """`stream_interval_s`: 64 tokens, one each 10 ms or more, in a few pieces, or in many."""
+    """`stream_interval_s`: 64 tokens, one every 10 ms or more, arrive in few pieces or in many."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(stream_interval_s=interval_s) as cluster:
         slow_down(cluster.workers["decode-0"])
@@ -123,7 +125,7 @@ async def test_a_router_asks_for_its_interval(inside: Any, tiny: Path, interval_
 
 
 async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four at once: a step that moves all of them is one message, and each gets its own tokens."""
+    """With four concurrent streams, a step that moves all of them is one message, and each gets its own tokens."""
     sizes: list[int] = []
     original = services.decode.stream_mux.StreamMux.messages
 
@@ -148,12 +150,12 @@ async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, mo
 async def test_a_token_that_is_lost_on_the_way_stops_the_stream(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one does not stand where it should: the client gets an error, and only tokens that are right."""
+    """The next token has an unexpected position: the client gets an error, and only tokens that are right."""
     prompt = oracle.prompts(tiny, [30])[0]
     lost = dropping(monkeypatch, lambda event: event.tokens.position > 32)
     seen: list[int] = []
     async with inside() as cluster:
-        slow_down(cluster.workers["decode-0"])  # a step an event: a loss of all that is left only costs an attempt
+        slow_down(cluster.workers["decode-0"])  # one event per step: losing all the rest would only cost an attempt
         with pytest.raises(InternalError, match=r"sent position \d+, expected \d+"):
             async for piece in cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True):
                 seen += piece.token_ids
@@ -165,7 +167,7 @@ async def test_a_token_that_is_lost_on_the_way_stops_the_stream(
 async def test_control_without_the_look_at_positions_the_answer_is_wrong(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same loss with the check off: another answer, with status OK."""
+    """Control: the same loss with the check off gives another answer, with status OK."""
     prompt = oracle.prompts(tiny, [30])[0]
     dropping(monkeypatch, lambda event: event.tokens.position > 32)
     monkeypatch.setattr(services.router.execution.completion, "_check_position", lambda *_: None)
@@ -176,7 +178,8 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
 
 
 async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> None:
-    """Two streams in one feed, and the feed ends: both go on elsewhere in the same tokens, and nothing stays held."""
+    """When a shared stream with two streams ends, both continue elsewhere with the same tokens, and nothing stays
+    held."""
     prompts = oracle.prompts(tiny, [30, 40])
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]
@@ -207,7 +210,8 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
 async def test_an_end_that_is_lost_does_not_keep_the_client_waiting(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has ended well and the feed says nothing: after a moment the journal decides, and it is complete."""
+    """The call has ended with OK and the shared stream has no end: after a moment the journal is checked, and the
+    answer is complete."""
     prompt = oracle.prompts(tiny, [30])[0]
     monkeypatch.setattr(services.router.execution.stream_mux, "END_WAIT_S", 0.2)
     lost = dropping(monkeypatch, lambda event: event.HasField("ended"))
@@ -220,7 +224,7 @@ async def test_an_end_that_is_lost_does_not_keep_the_client_waiting(
 
 
 async def test_a_request_that_names_no_open_feed_is_refused_before_anything_is_held(inside: Any, tiny: Path) -> None:
-    """Its tokens would go nowhere. A feed has an id of its own, too."""
+    """Otherwise its tokens could not be delivered. Each shared stream has its own id."""
     async with inside() as cluster:
         channels = Channels()
         stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))

@@ -1,4 +1,4 @@
-"""A registry that forgets its workers and hears of them again costs no request."""
+"""A registry that loses its workers and gets them back costs no request."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Flapping:
         monkeypatch.setattr(Registry, "changes_since", flapping)
 
     async def during_a_read(self, harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
-        """Every read lasts as long as some flaps."""
+        """Makes every read last for several flaps."""
         async with asyncio.timeout(60):
             for _ in range(6):
                 await self._flap.wait()
 
 
 async def flapped(inside: Any, tiny: Path, flapping: Flapping) -> list[Any]:
-    """What requests gave that came, ran and moved their KV meanwhile; errors are among it."""
+    """The results, errors included, of requests that arrived, ran and moved their KV meanwhile."""
     prompts = oracle.prompts(tiny, [40 + index for index in range(REQUESTS)])
     wrap = lambda inner, who: Harm(inner, before=flapping.during_a_read) if who.startswith("decode") else inner  # noqa: E731
     async with inside(prefill=2, decode=2, wrap=wrap, heartbeat_s=0.05) as cluster:
@@ -78,7 +78,7 @@ async def flapped(inside: Any, tiny: Path, flapping: Flapping) -> list[Any]:
 async def test_no_request_fails_while_the_registry_flaps(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is one tried twice: no connection is given up and no read ended because a record is missing."""
+    """No request is tried twice either: no connection is closed and no read ended because a record is missing."""
     done = await flapped(inside, tiny, Flapping(monkeypatch))
     assert [one for one in done if isinstance(one, BaseException)] == []
     assert [one.receipt.attempts for one in done] == [1] * REQUESTS
@@ -87,7 +87,7 @@ async def test_no_request_fails_while_the_registry_flaps(
 async def test_control_if_a_missing_record_were_a_death_requests_would_be_hurt(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With connections and reads given up whenever a record is missing."""
+    """Control: connections and reads are ended whenever a record is missing."""
     present = lambda view: {(one.worker_id, one.incarnation): one for one in view.workers.values()}  # noqa: E731
     monkeypatch.setattr(WorkerLiveness, "incarnations", property(present))
 

@@ -24,7 +24,7 @@ SOON_S = 20.0
 
 
 async def switch_role(cluster: Any, worker_id: str, becomes: str, grace_s: float = SOON_S) -> tuple[Worker, Worker]:
-    """As the worker's actor does it: the life before, and the one after."""
+    """Switches the role as the worker's actor does; returns the former incarnation and the next one."""
     before = cluster.workers[worker_id]
     engine = await before.release(grace_s)
     after: Any = await launch.start(becomes.rsplit("-", 1)[0], cluster.settings, becomes, engine=engine)
@@ -35,7 +35,7 @@ async def switch_role(cluster: Any, worker_id: str, becomes: str, grace_s: float
 
 
 class Load:
-    """Requests without a pause, until told; what each of them got is kept."""
+    """Sends requests continuously until it is stopped, and keeps their results."""
 
     def __init__(self, cluster: Any, prompts: list[list[int]]) -> None:
         self._cluster, self._prompts = cluster, prompts
@@ -58,7 +58,7 @@ class Load:
                 self._more.notify_all()
 
     async def until_seen(self, *workers: str) -> None:
-        """Until each of them has had a share in an answer."""
+        """Waits until each of them has contributed to an answer."""
         async with asyncio.timeout(SOON_S), self._more:
             await self._more.wait_for(lambda: set(workers) <= self.seen)
 
@@ -67,9 +67,10 @@ class Load:
 
 
 async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: Any) -> None:
-    """A decode worker becomes a prefill worker and a decode worker again while three clients never pause: every answer
-    is the one of the undisturbed model, both new lives serve, the weights are the same objects as before, and the books
-    balance afterwards. Only as a decode worker does it keep its steps short for streams that may come."""
+    """A decode worker becomes a prefill worker and a decode worker again while three clients send continuously: every
+    answer is the one of the undisturbed model, both new incarnations serve, the weights are the same objects as before,
+    and the ledgers balance afterwards. Only as a decode worker does it keep its steps short for streams that may
+    come."""
     prompts = oracle.prompts(tiny, [30, 57, 41, 23, 66])
     expected = [oracle.greedy(tiny, prompt, NEW) for prompt in prompts]
     async with inside(prefill=1, decode=2, transport="nixl", slo_tpot_s=0.4) as cluster:
@@ -96,8 +97,8 @@ async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: 
 
 
 async def test_a_stream_that_outlasts_the_drain_goes_on_elsewhere(inside: Any, tiny: Any) -> None:
-    """Cut off by a flip without grace, it continues token for token on the other decode worker; no block of it is left
-    in the engine that turned."""
+    """A stream that a flip without grace period cuts off continues token for token on the other decode worker; the
+    engine that switched holds none of its blocks."""
     (prompt,) = oracle.prompts(tiny, [30])
     new = 150
     async with inside(prefill=1, decode=2) as cluster:
@@ -118,8 +119,8 @@ async def test_a_stream_that_outlasts_the_drain_goes_on_elsewhere(inside: Any, t
 
 
 class Caller:
-    """What a decode worker and a router have in their hands of one life of a worker: its address, its incarnation, and
-    a transfer that is open there."""
+    """What a decode worker and a router know of one incarnation of a worker: its address, its incarnation, and a
+    transfer that is open there."""
 
     def __init__(self, worker: Worker) -> None:
         self._channel = grpc.aio.insecure_channel(worker.address)
@@ -134,7 +135,7 @@ class Caller:
         )
 
     async def open(self) -> None:
-        """A transfer that is not released: its stream stays open. Raises what the worker says."""
+        """A transfer that is not released, because its stream stays open. Raises the worker's error."""
         with calling("it"):
             self._call = self.prefill.Prefill(self._asked, timeout=SOON_S)
             opened = (await self._call.read()).opened
@@ -165,7 +166,7 @@ class Caller:
 async def lives(
     cluster: Any, worker_id: str, stack: AsyncExitStack, *roles: str
 ) -> AsyncIterator[tuple[Worker, Caller]]:
-    """Incarnation after incarnation of one engine at one address, each with a caller that met it first in this one."""
+    """Incarnation after incarnation of one engine at one address, each with a caller that first connected during it."""
     worker: Any = cluster.workers.pop(worker_id)
     port = int(worker.address.rsplit(":", 1)[1])
     fixed = cluster.settings.model_copy(update={"worker_port": port})
@@ -180,8 +181,8 @@ async def lives(
 
 
 async def test_no_ticket_of_the_old_life_works_in_the_new_one(inside: Any) -> None:
-    """A worker turns and turns back at the same address. The ticket of its first life releases nothing there, and its
-    incarnation opens nothing; what the third life gave out does."""
+    """A worker switches its role and switches back at the same address. A ticket of the first incarnation releases
+    nothing in the third, and its incarnation id opens nothing; a ticket of the third does."""
     async with inside(prefill=1, decode=0) as cluster, AsyncExitStack() as stack:
         walk = lives(cluster, "prefill-0", stack, "prefill", "decode", "prefill")
         _, old = await anext(walk)
@@ -202,7 +203,7 @@ async def test_no_ticket_of_the_old_life_works_in_the_new_one(inside: Any) -> No
 async def test_control_with_one_incarnation_for_all_lives_the_old_one_opens(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the incarnation that keeps a caller of the first life out of the third."""
+    """Control: the incarnation id keeps a caller of the first incarnation out of the third."""
     monkeypatch.setattr("services.worker.secrets.token_hex", lambda size: "always-the-same")
     async with inside(prefill=1, decode=0) as cluster, AsyncExitStack() as stack:
         walk = lives(cluster, "prefill-0", stack, "prefill", "decode", "prefill")
@@ -214,8 +215,8 @@ async def test_control_with_one_incarnation_for_all_lives_the_old_one_opens(
 
 
 async def test_no_feed_of_the_old_life_works_in_the_new_one(inside: Any) -> None:
-    """A router that opened a feed in the first life is told that it is not open in the third, before anything runs; in
-    a life that knows the feed, the same request is served."""
+    """A router that opened a shared stream in the first incarnation gets an error in the third, before anything runs;
+    in an incarnation that knows the shared stream, the same request is served."""
     async with inside(prefill=0, decode=1) as cluster, AsyncExitStack() as stack:
         walk = lives(cluster, "decode-0", stack, "decode", "prefill", "decode")
         _, old = await anext(walk)
@@ -231,7 +232,7 @@ async def test_no_feed_of_the_old_life_works_in_the_new_one(inside: Any) -> None
 
 
 async def test_an_engine_with_something_left_in_it_is_not_handed_on(inside: Any) -> None:
-    """Blocks that somebody holds after the drain are somebody's: the flip fails, and its process would be ended."""
+    """Blocks that are held after the drain have an owner: the flip fails, and the process would be ended."""
     async with inside(prefill=1, decode=1) as cluster:
         worker = cluster.workers["prefill-0"]
         await worker.loop.call(lambda: worker.engine.pool.take("a-leak", [], 2))
@@ -258,8 +259,8 @@ async def test_an_engine_whose_transport_did_not_close_is_not_handed_on(inside: 
 
 
 async def test_an_engine_that_only_prefills_does_not_decode(inside: Any) -> None:
-    """With speculation a prefill worker leaves out what drafts; it says that it does not turn, and a decode worker on
-    its engine is refused. Where the autoscaler may flip workers, every engine has it."""
+    """With speculation a prefill worker loads no drafter; it reports that it cannot switch its role, and a decode
+    worker on its engine is refused. If the autoscaler may flip workers, every engine has a drafter."""
     async with inside(prefill=1, decode=0, speculation="ngram") as cluster:
         worker = cluster.workers["prefill-0"]
         assert not worker.can_switch_role

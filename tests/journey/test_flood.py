@@ -12,7 +12,7 @@ from loadtest.scenarios import two_tenants
 from services import grpc_server
 from tests.support import flood
 
-QUIET_S = 2.0  # after which a flood takes no answer for its last: a busy machine is silent for a second
+QUIET_S = 2.0  # silence after which a flood has had its last answer; a busy machine is silent for a second
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_a_greedy_client_ends_where_its_limits_are(inside: Any, keys: Path
 
 
 async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the GOAWAY above is the option's doing."""
+    """Control: the option causes the GOAWAY above."""
     monkeypatch.setattr(grpc_server, "MAX_PING_STRIKES", 0)
     async with inside(api_keys=keys) as cluster:
         found = await flood.pings(cluster.router.address, 200, QUIET_S)
@@ -51,7 +51,7 @@ async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monk
 async def test_control_where_few_calls_may_wait_a_flood_of_resets_cancels_others(
     inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC ends some of everybody's by chance: so that being left alone above is the option's doing."""
+    """Control: with the lower limit gRPC ends random calls of all clients, so the option protects them above."""
     monkeypatch.setattr(grpc_server, "MAX_PENDING_CALLS", 1)
     async with inside(api_keys=keys) as cluster, two_tenants.served(cluster.router.address) as polite:
         async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""A handle that nobody gave out opens nothing: each forgery has its status, and the transfer it aims at goes on."""
+"""A forged handle opens nothing: each forgery has its status, and the transfer at which it aims continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
 
 
 async def refused(call: Any) -> str:
-    """The status of a call, which must not go well."""
+    """The status of a call, which must fail."""
     try:
         async with asyncio.timeout(60):
             if hasattr(call, "__aiter__"):
@@ -46,7 +46,7 @@ def prefill(worker: Any, prompt: list[int], **changes: Any) -> prefill_pb2.Prefi
 
 
 async def opened(stream: Any) -> prefill_pb2.Opened:
-    """Once every block is there."""
+    """Waits until every block has arrived."""
     ticket = None
     async for event in stream:
         ticket = event.opened if event.HasField("opened") else ticket
@@ -59,8 +59,8 @@ async def opened(stream: Any) -> prefill_pb2.Opened:
 async def test_a_transfer_is_released_by_its_ticket_alone_and_once(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown, of another generation or life, consumed, expired: FAILED_PRECONDITION, and nobody's blocks are freed.
-    A stream that was refused leaves no transfer open, and one that has ended leaves nothing."""
+    """A ticket that is unknown, of another generation or incarnation, consumed or expired is FAILED_PRECONDITION, and
+    no blocks are freed. A refused stream leaves no transfer open, and an ended one leaves nothing."""
     prompt, made = oracle.prompts(tiny, [40])[0], list[PrefillServicer]()
     init = PrefillServicer.__init__
     monkeypatch.setattr(PrefillServicer, "__init__", lambda self, *about: made.append(self) or init(self, *about))
@@ -112,7 +112,7 @@ async def test_a_transfer_is_released_by_its_ticket_alone_and_once(
 async def test_control_without_the_fence_a_forged_ticket_ends_a_transfer(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the refusals above are the ticket's doing: where the id is enough, the genuine one comes too late."""
+    """Control: if the id is sufficient, the forged release succeeds and the genuine one comes too late."""
     prompt = oracle.prompts(tiny, [40])[0]
 
     def by_name(self: Sender, ticket: Ticket) -> Any:
@@ -136,7 +136,8 @@ async def test_control_without_the_fence_a_forged_ticket_ends_a_transfer(
 
 
 async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any, tiny: Path) -> None:
-    """Of another life or layout, out of range, in use or unknown: each is refused before anything is reserved."""
+    """A handle of another incarnation or layout, out of range, in use or unknown is refused before anything is
+    reserved."""
     prompt = oracle.prompts(tiny, [40])[0]
     async with inside() as cluster:
         source, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
@@ -190,7 +191,7 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
 
 
 async def test_a_second_call_of_one_attempt_leaves_the_first_its_blocks(inside: Any, tiny: Path) -> None:
-    """Its KV is still on its way into them; the worker does not rely on what a router says is unique."""
+    """The first call's KV is still being written to them; the worker does not rely on the router for unique ids."""
     go, prompt = asyncio.Event(), oracle.prompts(tiny, [40])[0]
     async with inside(
         wrap=lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner
