@@ -1,4 +1,4 @@
-"""Whatever comes to the two front doors has a documented answer and brings nothing down.
+"""Any input over gRPC and HTTP has a documented answer and stops no process.
 
 Requests are made of what the protocol (`tests/support/fuzz.py`) and the bodies' models say they have, so that new
 fields are tried as well. By hand, with other examples each time and as many as one likes:
@@ -35,7 +35,7 @@ BY_HAND = int(os.environ.get("FUZZ_EXAMPLES", 0))
 
 
 def bounded(examples: int) -> settings:
-    """The same few examples in every run; when done by hand, many others."""
+    """The same few examples in every run; when run by hand, many others."""
     return settings(
         max_examples=BY_HAND or examples,
         derandomize=not BY_HAND,
@@ -48,8 +48,7 @@ def bounded(examples: int) -> settings:
 
 @pytest.fixture
 def cluster(inside: Any, tmp_path: Path) -> Any:
-    """One that knows text, chats and tools. At its end it serves what it served before, and nothing is left of all
-    that was asked."""
+    """A cluster with text, chats and tools. At its end it answers as before, and nothing is left of the requests."""
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Any]:
@@ -71,7 +70,7 @@ def cluster(inside: Any, tmp_path: Path) -> Any:
 
 
 async def each(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], Any]) -> None:
-    """Hypothesis is no coroutine: it runs on a thread and hands each example to this loop."""
+    """Hypothesis is not a coroutine: it runs on a thread and passes each example to this loop."""
     loop = asyncio.get_running_loop()
 
     @bounded(examples)
@@ -184,14 +183,14 @@ VALUES = st.recursive(
 
 
 def names(*models: Any) -> Iterable[str]:
-    """What a body may have, as clients spell it."""
+    """The keys that a body may have, as clients spell them."""
     fields = {name: about for model in models for name, about in model.model_fields.items()}
     return sorted({about.alias or name for name, about in fields.items()} | openai_protocol.NOT_SERVED.keys())
 
 
 MODELS = (openai_protocol.Completions, openai_protocol.Chat, responses_body.Responses, messages_body.Messages)
 KEYS = st.sampled_from(names(*MODELS)).map(json.dumps)
-OWN_KEYS = {  # those of one endpoint alone, which a key of all is seldom
+OWN_KEYS = {  # keys of one endpoint alone, which are rare among all keys
     "/v1/responses": st.sampled_from(names(responses_body.Responses)).map(json.dumps),
     "/v1/messages": st.sampled_from(names(messages_body.Messages)).map(json.dumps),
     "/v1/messages/count_tokens": st.sampled_from(names(messages_body.Prompt)).map(json.dumps),
@@ -212,7 +211,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 
 @st.composite
 def bodies(draw: Any) -> tuple[str, bytes]:
-    """A good body with some fields replaced by anything; at times cut, or bytes that are no body."""
+    """A valid body with some fields replaced by anything; sometimes truncated, or bytes that are no body."""
     path = draw(st.sampled_from([*BODIES, *GENERATING]))
     own = [*BODIES[path], '"tokens"', '"stream"']
     keys = OWN_KEYS.get(path, KEYS) | KEYS | st.sampled_from(own) | ANY_TEXT.map(json.dumps)
@@ -232,7 +231,7 @@ def bodies(draw: Any) -> tuple[str, bytes]:
 
 
 def check_http(path: str, sent: bytes, answer: httpx2.Response) -> None:
-    """OK within its limits, or an error in the shape of its API that is the client's fault."""
+    """The answer is OK within its limits, or an error in the format of its API that is the client's fault."""
     if answer.status_code != 200:
         assert answer.status_code in (400, 404, 429), (answer.status_code, answer.text)
         (check_messages_error if "messages" in path else check_error)(answer.json()["error"])
@@ -302,8 +301,8 @@ def check_error(error: dict[str, Any]) -> None:
 
 
 async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 within its limits or an error of the client's, never 500; streams end in [DONE] or in such an error. A bug
-    would be noticed."""
+    """The answer is 200 within its limits or an error of the client's, never 500; streams end in [DONE] or in such an
+    error. A bug would be noticed."""
     outcomes: dict[int, int] = {}
     served: set[str] = set()
     async with cluster() as it, httpx2.AsyncClient(base_url=f"http://{it.router.http.address}", timeout=30) as client:
@@ -325,7 +324,8 @@ async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeyp
 
 
 async def test_bytes_that_are_no_http_at_all_end_one_connection(cluster: Any) -> None:
-    """Answered with 400 or hung up on, or waited for while they may become a request."""
+    """They are answered with 400, or the connection is closed, or the server waits for the rest of a possible
+    request."""
     start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     lines = st.sampled_from(
         [b"", start, b"GET /health HTTP/1.1\r\n", start + b"content-length: ", b"PRI * HTTP/2.0\r\n"]

@@ -1,5 +1,5 @@
-"""Whatever comes to the doors that keep something has a documented answer: files, batches, stored responses, adapters,
-and jobs to several models. As in test_fuzz.py, FUZZ_EXAMPLES=5000 tries many others."""
+"""Any input to the endpoints that store something has a documented answer: files, batches, stored responses, adapters,
+and jobs for several models. As in test_fuzz.py, FUZZ_EXAMPLES=5000 tries many others."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture
 def cluster(inside: Any, tmp_path: Path) -> Any:
-    """Of two models, one of which takes adapters. At its end both serve what they served before, and nothing is left of
-    all that was asked."""
+    """A cluster with two models, one of which accepts adapters. At its end both answer as before, and nothing is left
+    of the requests."""
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Any]:
@@ -66,7 +66,7 @@ def cluster(inside: Any, tmp_path: Path) -> Any:
 
 Sent = tuple[
     str, str, dict[str, Any]
-]  # method, path, what httpx is given; {KIND/N} in a path is the Nth known id of it
+]  # method, path, httpx's arguments; {KIND/N} in a path is the Nth known id of KIND
 JUNK = ("x", "file-" + "0" * 32, "batch_" + "0" * 32, "resp_" + "0" * 48, "\0", "../x", "é 🙂", "*", "[a]", "y" * 3000)
 MARK, JSON_BODY = "----mark", {"content-type": "application/json"}
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
@@ -89,7 +89,7 @@ PARTS = [
 
 
 def ids(kind: str) -> st.SearchStrategy[str]:
-    """Of something that there is, mostly."""
+    """Ids, mostly of existing objects."""
     known = st.integers(0, 9).map(lambda number: f"{{{kind}/{number}}}")
     return known | known | st.sampled_from(JUNK).map(lambda junk: quote(junk, safe=""))
 
@@ -99,7 +99,7 @@ def encoded(fields: dict[str, str]) -> bytes:
 
 
 def body_of(good: dict[str, str], *more: str) -> st.SearchStrategy[dict[str, Any]]:
-    """JSON, with some fields replaced by anything; at times cut."""
+    """JSON, with some fields replaced by anything; sometimes truncated."""
     keys = st.sampled_from([*good, *more]).map(json.dumps) | ANY_TEXT.map(json.dumps)
     fields = st.dictionaries(keys, VALUES, max_size=2)
     whole = fields.map(lambda extra: written({**{json.dumps(name): value for name, value in good.items()}, **extra}))
@@ -191,7 +191,7 @@ GOOD: list[Sent] = [
 
 
 class Known:
-    """The ids of what there is, and how often what was answered."""
+    """The ids of existing objects, and the number of answers of each kind."""
 
     def __init__(self) -> None:
         self.ids: defaultdict[str, list[str]] = defaultdict(list)
@@ -214,7 +214,8 @@ class Known:
 async def test_whatever_comes_to_files_batches_responses_and_adapters_is_answered(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200, or an error of the client's in OpenAI's shape, never 500; each door gives both. A bug would be noticed."""
+    """The answer is 200, or an error of the client's in OpenAI's format, never 500; each endpoint gives both. A bug
+    would be noticed."""
     known = Known()
     async with cluster() as it, httpx2.AsyncClient(base_url=f"http://{it.router.http.address}", timeout=30) as http:
 
@@ -275,7 +276,8 @@ def submitted(requests: list[tuple[int, bytes]]) -> bytes:
 async def test_any_jobs_to_several_models_get_a_documented_status(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of a call are kept, or none; each that is kept ends, for its model, or says why. A bug would be noticed."""
+    """All jobs of a call are stored, or none; each stored one ends, for its model, or has an error. A bug would be
+    noticed."""
     outcomes: Counter[str] = Counter()
     models: Counter[str] = Counter()
     async with cluster() as it, grpc.aio.insecure_channel(it.router.address) as channel:

@@ -1,6 +1,6 @@
-"""The seam. KV is used only if it is provably this request's KV, and the first token does not wait for it.
+"""The handoff. KV is used only if it is provably this request's KV, and the first token does not wait for it.
 
-Each protection is also tested with itself switched off: the same fault must then go through, or the test proves
+Each protection is also tested switched off: the same fault must then go through, otherwise the test proves
 nothing.
 """
 
@@ -36,7 +36,7 @@ NEW = 16
 
 
 def harming(harms: dict[str, Harm], **actions: Any) -> Any:
-    """Wrap the decode workers' transports; `harms` collects them."""
+    """Wraps the decode workers' transports; `harms` collects the wrappers."""
 
     def wrap(inner: Any, worker_id: str) -> Any:
         if not worker_id.startswith("decode"):
@@ -54,8 +54,8 @@ def scramble(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
 
 @both_transports
 async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside: Any, tiny: Path) -> None:
-    """With the transfer held back, the first token arrives; the others wait for the KV and are right. Who wants one
-    token waits for no KV."""
+    """While the transfer is held back, the first token arrives; the others wait for the KV and are right. A request for
+    one token waits for no KV."""
     go, harms = asyncio.Event(), {}
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(wrap=harming(harms, before=hold_until(go))) as cluster:
@@ -81,7 +81,7 @@ async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside
 async def test_a_long_prompt_is_announced_and_read_in_parts(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step may finish many blocks, all of them where the prompt is cached: no read is of more than PART_BYTES."""
+    """One step may finish many blocks, all of them if the prompt is cached: no read has more than PART_BYTES."""
     monkeypatch.setattr("services.prefill.servicer.PART_BYTES", 1)  # one block
     sizes: list[int] = []
     prompt = oracle.prompts(tiny, [50])[0]
@@ -95,7 +95,8 @@ async def test_a_long_prompt_is_announced_and_read_in_parts(
 async def test_blocks_are_announced_while_later_ones_are_computed(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step of 64 tokens announces its 8 blocks before the next one begins, and nothing twice or empty."""
+    """Each step of 64 tokens announces its 8 blocks before the next one begins, and no announcement is repeated or
+    empty."""
     prompt, steps = oracle.prompts(tiny, [150])[0], threading.Semaphore(0)
     async with inside() as cluster:
         worker = cluster.workers["prefill-0"]
@@ -124,7 +125,7 @@ async def test_blocks_are_announced_while_later_ones_are_computed(
 
 @all_transports
 async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any, tiny: Path) -> None:
-    """A transfer that fails once costs neither the prefill nor an attempt of the request."""
+    """A transfer that fails once costs neither another prefill nor an attempt of the request."""
     failed: list[int] = []
 
     def fail_once(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
@@ -143,7 +144,7 @@ async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any,
 
 @all_transports
 async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any, tiny: Path) -> None:
-    """A block whose bytes changed on the way is discarded; the second attempt gives the right tokens."""
+    """A block whose bytes changed in transit is discarded; the second attempt gives the right tokens."""
     harms: dict[str, Harm] = {}
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(wrap=harming(harms, after=only_first(scramble))) as cluster:
@@ -159,7 +160,7 @@ async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any,
 async def test_control_without_the_digest_the_corruption_goes_through(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same fault with digests switched off: one attempt, status OK, wrong tokens."""
+    """Control: with digests switched off, the same fault gives one attempt, status OK and wrong tokens."""
     monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(wrap=harming({}, after=only_first(scramble))) as cluster:
@@ -170,7 +171,7 @@ async def test_control_without_the_digest_the_corruption_goes_through(
 
 @both_transports
 async def test_blocks_in_another_order_are_refused(inside: Any, tiny: Path) -> None:
-    """Right bytes in the wrong places fail the digest too, because it is bound to the place."""
+    """Right bytes in wrong places fail the digest too, because it is bound to the place."""
     swapped: list[int] = []
 
     def swap(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -194,7 +195,7 @@ def give_up(book: Any) -> None:
 
 
 async def reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
-    """What a bug or an expired lease would do at the source: give the blocks to somebody else during the read."""
+    """Gives the blocks to another owner at the source during the read, as a bug or an expired lease would."""
     source = cluster.workers["prefill-0"]
     held = [owner for owner in source.engine.pool.owners() if owner.startswith("transfer:")]
     assert held, "the fault must fire while the transfer is open"
@@ -211,7 +212,7 @@ async def reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
 async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
     inside: Any, tiny: Path, overwrite: bool, books: list[Sender]
 ) -> None:
-    """Reused for another request (bytes differ) or merely given up (bytes still the same): refused either way."""
+    """Blocks that were reused for another request (bytes differ) or only freed (bytes equal) are refused."""
     prompt = oracle.prompts(tiny, [50])[0]
     fired: list[int] = []
     running: list[Any] = []
@@ -220,7 +221,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
         if not fired:
             fired.append(1)
             await reuse_at_source(running[0], overwrite=overwrite)
-            if not overwrite:  # the source notices the loss as it would notice any end of a transfer
+            if not overwrite:  # the source handles the loss like any end of a transfer
                 give_up(books[0])
 
     async with inside(wrap=harming({}, before=reuse)) as cluster:
@@ -235,7 +236,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
 async def test_control_without_the_fence_given_up_blocks_are_used(
     inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same loss with a Release that always says yes: nobody notices."""
+    """Control: with a release that always succeeds, the same loss is not noticed."""
     prompt = oracle.prompts(tiny, [50])[0]
     fired: list[int] = []
     running: list[Any] = []
@@ -260,7 +261,7 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
 
 
 async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ticket is good for one release; its replay, another generation and an unknown id are all refused."""
+    """A ticket is valid for one release; its replay, another generation and an unknown id are refused."""
     used: list[Ticket] = []
     original = Sender.release
     monkeypatch.setattr(Sender, "release", lambda self, ticket: used.append(ticket) or original(self, ticket))
@@ -308,7 +309,7 @@ async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_reque
 
 @all_transports
 async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: Any, tiny: Path) -> None:
-    """A request that names the old incarnation, sent to where the new one lives, gets no token."""
+    """A request that names the old incarnation, sent to the address of the new one, gets no token."""
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside() as cluster:
         await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True)
@@ -342,7 +343,7 @@ async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: 
 
 
 async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any, tiny: Path) -> None:
-    """A prefill worker whose KV means something else is not used; the request runs locally and the receipt says why.
+    """A prefill worker whose KV has another meaning is not used; the request runs locally and the receipt says why.
     (Other blocks of the same KV are converted: test_other_layouts.py.)"""
     harms: dict[str, Harm] = {}
     async with inside(prefill=0, wrap=harming(harms)) as cluster:
@@ -359,7 +360,7 @@ async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any
 
 
 async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> None:
-    """With steps whose ends are not those of blocks: every block that is read is the final one."""
+    """With steps that do not end at block boundaries, every block that is read is complete."""
     prompts = oracle.prompts(tiny, [50, 61, 75])
     async with inside(max_num_batched_tokens=20, max_num_seqs=8) as cluster:
         for prompt in prompts:
@@ -372,7 +373,7 @@ async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> 
 async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """A read that cannot be ended at once may still write into them, also where the source says again that the transfer
+    """A read that cannot be ended at once may still write to them, also if the source reports again that the transfer
     is open."""
     started, aborting, landed = asyncio.Event(), asyncio.Event(), asyncio.Event()
     blocks: set[int] = set()
@@ -421,7 +422,7 @@ async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
 async def test_a_ticket_is_dead_before_its_blocks_are_freed(
     inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release that comes between the two would say yes for blocks that somebody else may have."""
+    """A release between the two would succeed for blocks that may have another owner."""
     go, tickets, still_open = asyncio.Event(), list[Ticket](), list[Ticket]()
     opened = Sender.open
     monkeypatch.setattr(Sender, "open", lambda book, name: tickets.append(opened(book, name)) or tickets[-1])

@@ -1,7 +1,7 @@
-"""Three hosts for real, as namespaces that the test makes, started by the commands of docs/ray.md: the tokens are one
-host's, whatever becomes of a host in the middle.
+"""Three hosts as network namespaces, started by the commands of docs/ray.md: the tokens equal those of a single
+host, whatever happens to a host in mid-stream.
 
-`python -m loadtest hosts` has what takes longer: loss, delay, a slow link, long cuts, hosts that return, a lost head.
+`python -m loadtest hosts` has longer cases: loss, delay, a slow link, long cuts, hosts that return, a lost head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cluster() -> Iterator[RayHosts]:
 
 
 def prompts(seed: int, count: int, length: int) -> list[list[int]]:
-    """No two begin alike, so that no cached prefix shortens a transfer."""
+    """Prompts with different beginnings, so that no cached prefix shortens a transfer."""
     draw = random.Random(seed)
     return [[draw.randrange(5, 600) for _ in range(length + index)] for index in range(count)]
 
@@ -52,14 +52,14 @@ def begin(cluster: RayHosts, asked: list[list[int]], new: int = NEW) -> list[Str
 
 
 def finish(cluster: RayHosts, streams: list[Stream], expected: list[list[int]]) -> None:
-    """All ended well, with these tokens."""
+    """Checks that all streams ended well, with these tokens."""
     cluster.clients.until(lambda: all(stream.ended.is_set() for stream in streams), END_S)
     assert [stream.error for stream in streams] == ["" for _ in streams]
     assert [stream.tokens for stream in streams] == expected
 
 
 def one_hosts(asked: list[list[int]], new: int) -> list[list[int]]:
-    """What transformers generates in this process."""
+    """The tokens that transformers generates in this process."""
     return [oracle.greedy(MODEL, prompt, new) for prompt in asked]
 
 
@@ -68,7 +68,8 @@ LONG = prompts(2, 6, 30)
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: RayHosts) -> list[list[int]]:
-    """What the cluster answers to those when nothing happens: too many tokens for transformers while a host waits."""
+    """The cluster's undisturbed answers to these prompts: too many tokens for transformers to compute while a host
+    waits."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(stream.ended.is_set() for stream in streams), END_S)
     assert all(len(stream.tokens) == NEW for stream in streams), [stream.error for stream in streams]
@@ -76,8 +77,8 @@ def undisturbed(cluster: RayHosts) -> list[list[int]]:
 
 
 def busiest(cluster: RayHosts, streams: list[Stream]) -> tuple[str, set[str]]:
-    """The host whose decode worker has the most of these streams, and the workers of the hosts beside it and the
-    head. Waits until the workers' records count all streams: before that, a record may be older than they are."""
+    """The host whose decode worker has the most of these streams, and the workers of all hosts other than this one and
+    the head. Waits until the workers' records count all streams, because an older record may be out of date."""
     workers: list[dict[str, Any]] = []
 
     def decode() -> list[dict[str, Any]]:
@@ -92,13 +93,13 @@ def busiest(cluster: RayHosts, streams: list[Stream]) -> tuple[str, set[str]]:
 
 
 def strike(streams: list[Stream], fault: Callable[[], None]) -> None:
-    """In mid-stream: a machine that is slow to say which host is busiest can be too late."""
+    """Acts in mid-stream; fails if a slow machine has determined the busiest host too late."""
     fault()
     assert not all(stream.ended.is_set() for stream in streams), "every stream had ended before the fault"
 
 
 def balanced(cluster: RayHosts, workers: set[str]) -> None:
-    """Once exactly these workers are there, every ledger adds up, and nothing is held."""
+    """Waits until exactly these workers are there, every ledger balances, and nothing is held."""
     audit = cluster.clients.ask("audit")
 
     def holds() -> bool:
@@ -112,7 +113,8 @@ def balanced(cluster: RayHosts, workers: set[str]) -> None:
 
 
 def test_the_tokens_are_one_hosts_and_each_worker_is_where_the_page_says(cluster: RayHosts) -> None:
-    """KV crosses hosts over TCP; workers and doctor name hosts and network device, and all blocks are free again."""
+    """KV crosses hosts over TCP; workers and doctor name hosts and network device, and all blocks are free
+    afterwards."""
     asked = prompts(1, 4, 100)
     finish(cluster, streams := begin(cluster, asked, 40), one_hosts(asked, 40))
     assert {stream.receipt["path"] for stream in streams} == {"disaggregated"}
@@ -135,7 +137,7 @@ def test_the_tokens_are_one_hosts_and_each_worker_is_where_the_page_says(cluster
 def test_a_host_that_is_cut_or_frozen_in_mid_stream_costs_no_token(
     cluster: RayHosts, undisturbed: list[list[int]], fault: str
 ) -> None:
-    """Noticed within the documented time; the host is used again when it is back."""
+    """The loss is noticed within the documented time; the host is used again when it is back."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
     host = cluster.hosts[busiest(cluster, streams)[0]]
@@ -151,7 +153,7 @@ def test_a_host_that_is_cut_or_frozen_in_mid_stream_costs_no_token(
 
 @pytest.mark.parametrize("name", ["b", "a"])
 def test_a_host_that_is_cut_in_mid_transfer_costs_no_token(cluster: RayHosts, name: str) -> None:
-    """The host of the decode worker, and that of the prefill worker with the other decode worker."""
+    """Either the decode worker's host is cut, or the host with the prefill worker and the other decode worker."""
     host, asked = cluster.hosts[name], prompts(4 if name == "a" else 5, 4, 600)
     expected = one_hosts(asked, 40)
     cluster.hosts["b"].limit("4mbit")  # each prompt has 1.8 MB of KV
@@ -170,7 +172,7 @@ def test_a_host_that_is_cut_in_mid_transfer_costs_no_token(cluster: RayHosts, na
 
 
 def test_a_host_that_is_killed_in_mid_stream_costs_no_token(cluster: RayHosts, undisturbed: list[list[int]]) -> None:
-    """Its sockets are not closed: nobody is left who could. Afterwards all is stopped in order."""
+    """Its sockets are not closed, because no process is left to close them. Afterwards the cluster stops in order."""
     streams = begin(cluster, LONG)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
     lost, left = busiest(cluster, streams)

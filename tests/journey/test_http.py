@@ -1,4 +1,4 @@
-"""The HTTP front door as its users drive it: the real `openai` package, and bytes that no client would send."""
+"""The HTTP API as its users use it: the real `openai` package, and bytes that no client would send."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HARD = {  # everything that changes which token is chosen
 }
 VLLM = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.2, "min_tokens": 20, "ignore_eos": True}
 GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.9, "seed": 19}  # draws well away from where the last bits of the logits decide
+SEEDED = {"temperature": 0.9, "seed": 19}  # random numbers far from where the last bits of the logits decide
 ROOT = 'root ::= "tick" | "tock"'
 
 
@@ -69,7 +69,7 @@ def door(inside: Any) -> Any:
 
 
 def events(lines: list[str]) -> list[Any]:
-    """The JSON of each server-sent event; the last one must be [DONE]."""
+    """The JSON of each server-sent event; the last event must be [DONE]."""
     assert all(line == "" or line.startswith("data: ") for line in lines)
     data = [line.removeprefix("data: ") for line in lines if line]
     assert data[-1] == "[DONE]"
@@ -77,7 +77,7 @@ def events(lines: list[str]) -> list[Any]:
 
 
 def streamed_calls(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Name and arguments of each call, which come in pieces."""
+    """Name and arguments of each call, joined from their parts."""
     calls: dict[int, tuple[str, str]] = {}
     for piece in (piece for chunk in chunks for piece in chunk.delta.tool_calls or ()):
         name, arguments = calls.get(piece.index, ("", ""))
@@ -89,7 +89,7 @@ def streamed_calls(chunks: list[Any]) -> list[tuple[str, str]]:
 
 
 async def test_completions_are_those_of_grpc(door: Any) -> None:
-    """Text or ids, streamed or not, greedy or with every option: tokens, text, reason and usage are gRPC's."""
+    """Text or ids, streamed or not, greedy or with every option: tokens, text, finish reason and usage equal gRPC's."""
     async with door() as it:
         for options, extra in ((GREEDY, {}), (HARD, VLLM)):
             biases = {int(token): bias for token, bias in options.get("logit_bias", {}).items()}
@@ -117,7 +117,8 @@ async def test_completions_are_those_of_grpc(door: Any) -> None:
 
 
 async def test_chat_is_that_of_grpc(door: Any) -> None:
-    """Streamed or not, content as a string or in parts; without max_tokens the whole context may be used."""
+    """Streamed or not, with content as a string or in parts; without max_tokens the answer may use the whole
+    context."""
     async with door(max_model_len=1100) as it:
         expected = await it.cluster.client.generate(messages=CHAT, temperature=0.0)
         assert expected.finish_reason == "stop"
@@ -142,7 +143,7 @@ async def test_chat_is_that_of_grpc(door: Any) -> None:
 
 
 async def test_log_probabilities_have_both_shapes(door: Any) -> None:
-    """The numbers are gRPC's, for each token the chosen one and the likeliest."""
+    """The numbers equal gRPC's, for each token the chosen one and the most likely ones."""
     async with door() as it:
         expected = await it.cluster.client.generate(PROMPT, max_tokens=8, logprobs=3, ignore_eos=True, **GREEDY)
         done = await it.openai.completions.create(
@@ -171,7 +172,7 @@ async def test_log_probabilities_have_both_shapes(door: Any) -> None:
 
 
 async def test_several_prompts_are_several_choices(door: Any) -> None:
-    """Each has its own tokens; streamed, every message says whose it is, and usage is the sum."""
+    """Each prompt has its own tokens; in a stream every message has its choice's index, and usage is the sum."""
     prompts = [PROMPT, "Create a", "Return the"]
     async with door() as it:
         alone = [
@@ -199,8 +200,8 @@ async def test_several_prompts_are_several_choices(door: Any) -> None:
 
 
 async def test_a_stream_has_one_event_for_each_message_and_none_before_the_first_token(door: Any) -> None:
-    """The first event has a token, the last token's event has the reason, then come usage and [DONE]: what load
-    generators take for the times of tokens are the times of tokens."""
+    """The first event has a token, the last token's event has the reason, then come usage and [DONE]: the times that
+    load generators measure are the times of tokens."""
     async with door() as it:
         body = {"prompt": PROMPT, "max_tokens": 6, "return_token_ids": True}
         async with it.stream(**body, stream_options={"include_usage": True, "continuous_usage_stats": True}) as answer:
@@ -217,7 +218,7 @@ async def test_a_stream_has_one_event_for_each_message_and_none_before_the_first
 
 
 async def test_n_completions_are_those_of_grpc(door: Any) -> None:
-    """Of each of two prompts three, each with the tokens of its own seed; the prompts are counted once."""
+    """Two prompts have three answers each, with the tokens of their own seeds; each prompt is counted once."""
     prompts = [PROMPT, "Return the largest"]
     async with door() as it:
         expected = [
@@ -242,7 +243,7 @@ async def test_n_completions_are_those_of_grpc(door: Any) -> None:
 
 
 async def test_a_stop_string_ends_the_text_and_is_named(door: Any) -> None:
-    """Also one that is cut across tokens; with it or without it, streamed or not."""
+    """Also a stop string that spans tokens; with or without it in the text, streamed or not."""
     async with door() as it:
         free = await it.cluster.client.generate(PROMPT, max_tokens=40, ignore_eos=True, **GREEDY)
         stop = free.text[20:25]
@@ -274,7 +275,7 @@ SCHEMA = {
 
 
 async def test_structured_output_fits_what_was_asked_for(door: Any) -> None:
-    """A schema, any JSON object, a regular expression, choices and rules, in OpenAI's words and in vLLM's."""
+    """A schema, any JSON object, a regular expression, choices and rules, in OpenAI's fields and in vLLM's."""
     async with door() as it:
 
         async def ask(**body: Any) -> str:
@@ -309,7 +310,8 @@ CALLS = 'I look. <tool_call>{"name": "heights", "arguments": {"of": "Eiger"}}</t
 
 
 async def test_tool_calls_come_as_openai_has_them(door: Any, tmp_path: Path) -> None:
-    """Whole and streamed; the text before them stays; without tools it is all text. The model is made to write them."""
+    """Calls are returned complete and streamed; text before them is kept; without tools all is text. The model is
+    forced to write them."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)
@@ -371,15 +373,15 @@ UNFORCEABLE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
 async def test_a_forced_call_is_the_whole_answer(door: Any, tmp_path: Path, template: str) -> None:
-    """One call or more of any tool, or one of a named tool, with arguments of its schema, streamed or not. Left to
-    itself the model writes none. What cannot be forced is refused by its field."""
+    """An answer is one call or more of any tool, or one of a named tool, with arguments that fit its schema, streamed
+    or not. Without forcing, the model writes none. A call that cannot be forced is refused with the field's name."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(template)
     async with door(model=str(folder)) as it:
         ask = it.openai.chat.completions.create
         given = {"model": "", "messages": CHAT, "tools": TOOLS, "max_tokens": 400, "temperature": 1.0}
-        given["logit_bias"] = {"0": 30.0}  # the end, where it may come: this model has not learnt to call
+        given["logit_bias"] = {"0": 30.0}  # end where the grammar allows it: this model has not learnt to call
         for seed, longer in itertools.product(range(2), (False, True)):
             # where the answer may not end yet, another call follows
             extra = {"extra_body": {"min_tokens": 100}} if longer else {"parallel_tool_calls": False}
@@ -412,7 +414,7 @@ async def test_a_forced_call_is_the_whole_answer(door: Any, tmp_path: Path, temp
 
 
 async def test_echo_and_prompt_log_probabilities_score_the_prompt(door: Any) -> None:
-    """As evaluation harnesses ask for it: the prompt's tokens before the answer's, each but the first with a score."""
+    """As evaluation harnesses use it: the prompt's tokens before the answer's, each but the first with a score."""
     async with door() as it:
         expected = await it.cluster.client.generate(PROMPT, max_tokens=3, logprobs=2, prompt_logprobs=2, **GREEDY)
         given = {"model": "", "prompt": PROMPT, "max_tokens": 3, **GREEDY}
@@ -440,7 +442,7 @@ async def test_echo_and_prompt_log_probabilities_score_the_prompt(door: Any) -> 
 
 
 async def test_the_receipt_and_the_request_id_are_there_when_asked_for(door: Any) -> None:
-    """`tandem_receipt` brings it, streamed or not; the client's x-request-id names the request everywhere."""
+    """`tandem_receipt` adds the receipt, streamed or not; the client's x-request-id is the request's id everywhere."""
     async with door() as it:
         ask = it.openai.completions.with_raw_response.create
         named = {"extra_headers": {"x-request-id": "mine-7"}}
@@ -461,7 +463,8 @@ async def test_the_receipt_and_the_request_id_are_there_when_asked_for(door: Any
 
 
 async def leave(it: Door, stream: bool) -> None:
-    """One request whose client hangs up: a stream after its first event, an answer in one piece while it runs."""
+    """Sends a request whose client disconnects: in a stream after its first event, otherwise while the answer is
+    computed."""
     if stream:
         async with it.stream(prompt=PROMPT, max_tokens=400) as answer:
             await anext(answer.aiter_lines())
@@ -478,7 +481,7 @@ async def leave(it: Door, stream: bool) -> None:
 async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
     door: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """On both sides. Without the watch on the connection they stay held, so the test can fail."""
+    """Blocks are freed on both sides. Without watching the connection they stay held, so the test can fail."""
     go = asyncio.Event()  # never: nothing ends by itself
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     async with door(wrap=wrap) as it:
@@ -643,7 +646,7 @@ BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
 
 
 async def test_bad_input_is_refused_by_its_field_in_openais_shape(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case gets its status within 100 ms (a huge body aside), streamed or not, and no worker hears of it."""
+    """Every case gets its status within 100 ms (except a huge body), streamed or not, and no worker gets a request."""
     async with door() as it:
         engine = it.cluster.workers["decode-0"].engine
         reserve = engine.reserve
@@ -680,7 +683,7 @@ async def test_bad_input_is_refused_by_its_field_in_openais_shape(door: Any, mon
 
 
 async def test_no_depth_of_a_body_is_a_bug(door: Any) -> None:
-    """One that can just be read may be too deep where it is written again for the chat template or the grammar."""
+    """A body that can just be parsed may be too deep to be encoded again for the chat template or the grammar."""
     json_type = {"content-type": "application/json"}
     async with door() as it:
         for depth in (*range(100, 135, 3), *range(840, 1010, 40)):
@@ -699,8 +702,8 @@ OVER = "This model's maximum context length is 4096 tokens. However, you request
 
 
 async def test_more_than_the_context_is_refused_in_openais_words(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the code and the words that clients look for, in a stream or not, and the same over gRPC by its reason. A text
-    that cannot fit is not tokenised."""
+    """The error has the code and the words that clients look for, in a stream or not, and the same reason over gRPC. A
+    text that cannot fit is not tokenised."""
     async with door() as it:
         for stream in (False, True):
             for said, prompt in (("4101 tokens (4100 in the prompt, 1 ", [5] * 4100), ("over ", " a" * 500_000)):
@@ -730,7 +733,7 @@ async def test_more_than_the_context_is_refused_in_openais_words(door: Any, monk
 
 
 async def test_an_id_of_the_greatest_length_names_several_prompts(door: Any) -> None:
-    """128 characters are 128 with one prompt or with a hundred."""
+    """The limit is 128 characters for one prompt and for a hundred."""
     async with door() as it:
         for prompts in (PROMPT, [PROMPT] * 11):
             body = {"prompt": prompts, "max_tokens": 1}
@@ -741,7 +744,7 @@ async def test_an_id_of_the_greatest_length_names_several_prompts(door: Any) -> 
 async def test_bodies_that_do_not_end_take_no_more_memory_than_a_tenant_may_have(
     door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that would be too much is refused at once and told to come again; when others have ended, it is taken."""
+    """The body beyond the bound is refused at once with a retry delay; when others have ended, it is accepted."""
     monkeypatch.setattr(http_body, "MAX_TENANT_BODY_BYTES", 200_000)
     go, sent = asyncio.Event(), asyncio.Event()
 
@@ -767,7 +770,7 @@ async def test_bodies_that_do_not_end_take_no_more_memory_than_a_tenant_may_have
 
 
 async def test_a_body_without_a_length_is_cut_off_at_the_bound(door: Any) -> None:
-    """Chunks are counted as they come: what is over the bound is refused before the rest has been sent."""
+    """Chunks are counted as they arrive: a body beyond the bound is refused before the rest has been sent."""
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -784,7 +787,8 @@ async def test_a_body_without_a_length_is_cut_off_at_the_bound(door: Any) -> Non
 
 
 async def test_a_head_that_does_not_end_is_hung_up_on(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 KiB of headers are enough. With the bound out of reach the server goes on listening, so the test can fail."""
+    """The connection is closed after 64 KiB of headers. With a higher bound the server continues to read, so the test
+    can fail."""
 
     async def taken(it: Door, most: int) -> int:
         host, port = it.cluster.router.http.address.split(":")
@@ -806,7 +810,7 @@ async def test_a_head_that_does_not_end_is_hung_up_on(door: Any, monkeypatch: py
 
 
 async def test_what_asks_for_nothing_is_accepted(door: Any) -> None:
-    """Nulls, unknown fields, and values that mean "off" in vLLM's words."""
+    """Nulls, unknown fields, and values that mean "off" in vLLM are accepted."""
     nothing = {
         "n": 1,
         "priority": None,
@@ -825,7 +829,8 @@ async def test_what_asks_for_nothing_is_accepted(door: Any) -> None:
 
 
 async def test_a_full_cluster_says_when_to_come_back(door: Any) -> None:
-    """429 with Retry-After, also for a stream, since nothing was sent yet; 503 where there is nobody at all."""
+    """The answer is 429 with Retry-After, also for a stream, since nothing was sent yet; 503 if there are no
+    workers."""
     go = asyncio.Event()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     async with door(wrap=wrap, max_num_seqs=1, queue_timeout_s=0.3) as it:
@@ -848,7 +853,8 @@ async def test_a_full_cluster_says_when_to_come_back(door: Any) -> None:
 
 
 async def test_a_stream_that_breaks_says_so_and_is_never_done(door: Any) -> None:
-    """The decode worker ends in mid-stream and nobody can go on: an error event, no [DONE], and the SDK raises."""
+    """If the decode worker ends in mid-stream and no other can continue, the stream has an error event and no [DONE],
+    and the SDK raises."""
     async with door(max_attempts=1) as it:
         slow_down(it.cluster.workers["decode-0"])  # no stream is over before its worker ends
         lines: list[str] = []
@@ -873,7 +879,8 @@ async def test_a_stream_that_breaks_says_so_and_is_never_done(door: Any) -> None
 
 
 async def test_a_stopping_router_ends_its_streams_in_order(door: Any) -> None:
-    """Within the grace a stream runs to its end; after it, an error event ends it. New connections are refused."""
+    """Within the grace period a stream runs to its end; after it, an error event ends it. New connections are
+    refused."""
     async with door() as it:
         server = it.cluster.router.http
         async with it.stream(prompt=PROMPT, max_tokens=60) as answer:
@@ -921,7 +928,8 @@ async def test_the_small_endpoints_answer(door: Any) -> None:
 
 
 async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
-    """A stream that ended, one that the client left, and one that was refused; nothing is in progress afterwards."""
+    """A complete stream, one whose client disconnected, and a refused one are counted over HTTP and gRPC; nothing is in
+    progress afterwards."""
     async with door() as it:
         slow_down(it.cluster.workers["decode-0"])  # no stream is over before its client leaves it
         await it.cluster.client.generate("Say something.", max_tokens=3, ignore_eos=True)
@@ -941,7 +949,7 @@ async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
 
 
 async def test_sampling_that_nobody_asked_for_is_the_checkpoints(door: Any, tmp_path: Path) -> None:
-    """As vLLM: generation_config.json where it says something, else temperature 1; completions have 16 tokens."""
+    """As in vLLM: generation_config.json has the defaults, otherwise temperature 1; completions have 16 tokens."""
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "eos_token_id": 0}')
     assert Defaults.load(tmp_path) == Defaults(temperature=0.5, top_k=7)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
@@ -956,13 +964,14 @@ async def test_sampling_that_nobody_asked_for_is_the_checkpoints(door: Any, tmp_
 
 
 async def test_without_the_setting_nothing_listens(door: Any) -> None:
-    """No http_port, no HTTP."""
+    """Without http_port there is no HTTP server."""
     async with door(http_port=None) as it:
         assert it.cluster.router.http.address == ""
 
 
 async def test_a_checkpoint_without_a_tokenizer_serves_ids(door: Any, tiny: Path) -> None:
-    """Ids in and ids out are gRPC's; text is refused by its field, and log probabilities name tokens by id."""
+    """Ids in the request and the answer equal gRPC's; text is refused with the field's name, and log probabilities name
+    tokens by id."""
     async with door(model=str(tiny)) as it:
         expected = await it.cluster.client.generate([5, 6, 7], max_tokens=6, ignore_eos=True, **GREEDY)
         body = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}

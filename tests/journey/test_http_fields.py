@@ -1,4 +1,4 @@
-"""Fields and routes that clients of OpenAI, Anthropic and vLLM send, each with what it changes in the answer."""
+"""Fields and routes that clients of OpenAI, Anthropic and vLLM use, each with its effect on the answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def door(inside: Any) -> Any:
 
 
 def edited(folder: Path, *special: str) -> Path:
-    """The demo's checkpoint, with these special tokens in the place of those that were merged last."""
+    """The demo's checkpoint, with these special tokens in place of the tokens that were merged last."""
     shutil.copytree(DEMO, folder)
     path = folder / "tokenizer.json"
     about = json.loads(path.read_text())
@@ -77,7 +77,8 @@ def edited(folder: Path, *special: str) -> Path:
 
 
 async def test_the_model_has_the_names_that_the_setting_says_and_keeps_its_path_to_itself(door: Any) -> None:
-    """Any of them in a request, the first in answers and lists, over HTTP and gRPC; the path is taken, never shown."""
+    """Any of the names is accepted in a request, the first one is in answers and lists, over HTTP and gRPC; the path is
+    accepted and never shown."""
     async with door(served_model_name="team/chat,chat") as it:
         shown = [await it.raw.get("/v1/models"), await it.raw.get("/v1/models/team/chat")]
         assert [one["id"] for one in shown[0].json()["data"]] == ["team/chat"]
@@ -106,7 +107,7 @@ async def test_the_model_has_the_names_that_the_setting_says_and_keeps_its_path_
 
 
 async def test_a_page_of_a_named_origin_may_call_the_api_and_no_other(door: Any, tmp_path: Path) -> None:
-    """A preflight needs no key, the request does; what a page of another origin is told, its browser hides."""
+    """A preflight needs no key, the request does; a browser hides the answer from a page of another origin."""
     keys = tmp_path / "keys"
     keys.write_text(f"anna {KEY} admin\n")
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
@@ -129,8 +130,8 @@ async def test_a_page_of_a_named_origin_may_call_the_api_and_no_other(door: Any,
 
 
 async def test_no_page_may_size_the_pools(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every origin may ask for tokens, without cookies or certificates; the dashboard is not for other pages. The
-    control: were its path among the API's, a preflight for it would pass."""
+    """Every origin may request tokens, without cookies or certificates; the dashboard is not for other pages. In the
+    control, with the dashboard's path among the API's, a preflight for it succeeds."""
     asked = {"origin": PAGE, "access-control-request-method": "POST"}
     path = "/dashboard/pools/prefill"
     async with door(cors_origins="*") as it:
@@ -147,7 +148,8 @@ async def test_no_page_may_size_the_pools(door: Any, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_key_may_come_in_either_header(door: Any, tmp_path: Path) -> None:
-    """As OpenAI's clients send it or as Anthropic's; the same key in both is one, two different ones are none."""
+    """A key is accepted in OpenAI's header or in Anthropic's; the same key in both is one key, two different ones are
+    none."""
     keys = tmp_path / "keys"
     keys.write_text(f"anna {KEY}\nben {OTHER_KEY}\n")
     bearer, header = {"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}
@@ -172,7 +174,7 @@ async def test_a_key_may_come_in_either_header(door: Any, tmp_path: Path) -> Non
 
 
 async def test_a_prompt_can_be_scored_alone(door: Any) -> None:
-    """`echo` with max_tokens 0: the prompt with the scores that it also has before an answer, and no token after it."""
+    """`echo` with max_tokens 0 returns the prompt with the same scores as before an answer, and no token after it."""
     async with door() as it:
         both = (await it.complete(echo=True, logprobs=1, max_tokens=1))["choices"][0]
         size = len(await it.ids(PROMPT))
@@ -196,7 +198,7 @@ async def test_a_prompt_can_be_scored_alone(door: Any) -> None:
 
 
 async def test_the_gap_between_prompt_and_suffix_is_filled(door: Any, tmp_path: Path) -> None:
-    """The model reads both between its tokens for this, and any of these tokens ends what it writes."""
+    """The model gets both between its tokens for this, and any of these tokens ends the answer."""
     marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     folder = edited(tmp_path / "model", *marks)
     before, after = "def total(", "):\n    return a + b"
@@ -217,8 +219,8 @@ async def test_the_gap_between_prompt_and_suffix_is_filled(door: Any, tmp_path: 
 
 
 async def test_the_space_between_prompt_and_answer_is_kept(door: Any, tmp_path: Path) -> None:
-    """By a tokenizer that takes the space from a text's first word, as Llama 2's does: whole, streamed, echoed, token
-    by token, and where the model goes on with its own message."""
+    """With a tokenizer that removes the space from a text's first word, as Llama 2's does: complete, streamed, echoed,
+    token by token, and where the model continues its own message."""
     folder = edited(tmp_path / "model")
     about = json.loads((folder / "tokenizer.json").read_text())
     about["decoder"] = {
@@ -241,7 +243,7 @@ async def test_the_space_between_prompt_and_answer_is_kept(door: Any, tmp_path: 
 
 
 async def test_the_bytes_of_tokens_join_to_letters(door: Any) -> None:
-    """Of a letter that is several tokens each token has its own bytes, as clients need that put it together."""
+    """For a letter of several tokens each token has its own bytes, which clients can join."""
     async with door() as it:
         ids = await it.ids("\N{GRINNING FACE}")
         assert len(ids) == 4
@@ -260,7 +262,7 @@ async def test_the_bytes_of_tokens_join_to_letters(door: Any) -> None:
 
 
 async def test_a_seed_of_minus_one_is_a_random_one(door: Any) -> None:
-    """As in vLLM: two such requests differ, and the receipt has the seed that was drawn."""
+    """As in vLLM: two such requests differ, and the receipt has the random seed."""
     async with door() as it:
         asked = {"seed": -1, "temperature": 2.0, "max_tokens": 32, "tandem_receipt": True, "ignore_eos": True}
         first, second = [(await it.complete(**asked))["choices"][0] for _ in range(2)]
@@ -270,7 +272,7 @@ async def test_a_seed_of_minus_one_is_a_random_one(door: Any) -> None:
 
 
 async def test_excluded_tokens_do_not_appear(door: Any) -> None:
-    """Only allowed ones, and no bad word, as text or within other text, wherever the cluster computes; the log
+    """Only allowed tokens appear, and no bad word, as text or within other text, wherever the cluster computes; the log
     probabilities are the model's own."""
     async with door() as it:
         free = (await it.complete(max_tokens=24, return_token_ids=True, ignore_eos=True))["choices"][0]
@@ -292,7 +294,7 @@ async def test_excluded_tokens_do_not_appear(door: Any) -> None:
 
 
 async def test_special_tokens_are_text_on_request(door: Any) -> None:
-    """Those that do not end the answer."""
+    """This applies to special tokens that do not end the answer."""
     async with door() as it:
         (end,) = (await it.cluster.client.model_info()).eos_token_ids
         name = (await it.raw.post("/detokenize", json={"tokens": [end]})).json()["prompt"]
@@ -314,7 +316,7 @@ async def test_special_tokens_are_text_on_request(door: Any) -> None:
 
 
 async def test_only_allowed_tools_are_shown_to_the_model_and_called(door: Any, tmp_path: Path) -> None:
-    """`allowed_tools`: as if the others were not there. A tool that is only offered may have any schema."""
+    """With `allowed_tools` the other tools do not exist. A tool that is only offered may have any schema."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)
@@ -343,7 +345,7 @@ async def test_only_allowed_tools_are_shown_to_the_model_and_called(door: Any, t
 
 
 async def test_a_load_client_may_name_the_model_by_its_path(door: Any) -> None:
-    """Which is not in the list: it finds the name there is for it, and none for a model that there is not."""
+    """The path is not in the list, and finds the model's name; an unknown model has none."""
     async with door() as it:
         address = f"http://{it.cluster.router.http.address}"
         async with Http(address, str(DEMO)) as target:

@@ -1,4 +1,5 @@
-"""A job's tokens are kept: its client and its router may go, and it is still one answer, none of it lost or twice."""
+"""A job's tokens are stored: if its client or its router is lost, it is still one answer, with no token lost or
+repeated."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ async def crash(router: Any) -> None:
 
 
 def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1) -> None:
-    """The router keeps nothing more of its job as soon as what was kept fulfils `when`: however quick it is and however
-    late its watchers, the job is open then."""
+    """The router stores nothing more of its job once what was stored fulfils `when`: the job is then open, however fast
+    it is and however late its watchers are."""
     kept: list[list[int]] = [[] for _ in range(choices)]
     job_journal = router.journal
     append, end_it = job_journal.append, job_journal.end
@@ -87,7 +88,8 @@ def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1)
 
 
 async def test_a_job_is_what_generate_gives(inside: Any, tiny: Path) -> None:
-    """Token for token, also for a second watcher who comes when it is over, and for one who wants the end only."""
+    """A job has the tokens of generate, also for a second watcher that comes when it is over, and for one that only
+    waits for the end."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
@@ -106,7 +108,7 @@ async def test_a_job_is_what_generate_gives(inside: Any, tiny: Path) -> None:
 
 
 async def test_the_same_id_twice_is_one_job(inside: Any, tiny: Path) -> None:
-    """A client that had no answer may send again; another request under the same id is refused."""
+    """A client that got no answer may send again; another request under the same id is refused."""
     prompt, other = oracle.prompts(tiny, [30, 40])
     async with inside() as cluster:
         options = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "request_id": "mine"}
@@ -129,7 +131,7 @@ async def of_each(pieces: AsyncIterator[Any], into: list[list[int]], until: Any 
 
 
 async def taken_over(cluster: Any, submit: Any, choices: int, until: Any, lost: Any = crash) -> list[list[int]]:
-    """The tokens that a watcher has who begins at the first router, loses it there, and goes on at the second one."""
+    """The tokens of a watcher that begins at the first router, loses it, and continues at the second one."""
     second: Any = await launch.start("router", cluster.settings, "router-1")
     held(cluster.router, until, choices)
     quick = {name: worker.engine.step for name, worker in cluster.workers.items()}
@@ -158,7 +160,7 @@ async def test_every_completion_goes_on_at_its_own_last_token(
 ) -> None:
     """Those that had ended stay as they are; the others are what they are without the loss, each with its seed."""
     prompt, n = oracle.prompts(tiny, [30])[0], 4
-    ends = {3: 2.5, 4: 2.5}  # more likely than by nature, so that they end at different tokens
+    ends = {3: 2.5, 4: 2.5}  # end tokens made more likely, so that completions end at different positions
     options: Any = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": n}
     options |= {"stop_token_ids": list(ends), "logit_bias": ends, "min_tokens": 8}
     async with inside() as cluster:
@@ -274,7 +276,7 @@ async def test_a_call_that_a_job_began_at_a_lost_router_is_one_call(
 
 @pytest.fixture
 def adapters(tiny: Path, tmp_path: Path) -> dict[str, Path]:
-    """`red` is what the workers serve; `other` may come in its place."""
+    """`red` is the adapter that the workers serve; `other` may replace it."""
     return {name: make_adapter(tmp_path / name, tiny, seed=seed) for seed, name in enumerate(("red", "other"))}
 
 
@@ -293,11 +295,11 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
 
 
 async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -> tuple[Any, Any]:
-    """A job that began with an adapter whose name another one has by now, and the router that takes it over."""
+    """A job that began with an adapter whose name has another content now, and the router that takes it over."""
     second: Any = await launch.start("router", cluster.settings, "router-1")
     held(cluster.router, lambda now: len(now[0]) >= 8)
     slow_down(cluster.workers["decode-0"], 0.05)  # it is replaced below
-    await end(second.job_runner._keeping)  # it takes nothing over before the adapter is another one
+    await end(second.job_runner._keeping)  # it takes nothing over before the adapter is replaced
     job = await cluster.client.submit(prompt, max_tokens=80, ignore_eos=True, adapter="red")
     seen: list[list[int]] = [[]]
     await of_each(cluster.client.watch(job.job_id), seen, lambda now: len(now[0]) >= 8)
@@ -429,7 +431,7 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
 
 
 async def test_a_cancelled_job_ends_and_holds_nothing(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its watchers are told."""
+    """Its watchers get the cancellation."""
     monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
@@ -444,7 +446,8 @@ async def test_a_cancelled_job_ends_and_holds_nothing(inside: Any, tiny: Path, m
 
 
 async def test_a_job_that_cannot_be_is_refused(inside: Any, tiny: Path) -> None:
-    """Before it is kept where that is known; of a batch all are taken or none."""
+    """An invalid job is refused before it is stored if that is known then; of one call all jobs are accepted or
+    none."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         with pytest.raises(InvalidRequest) as refused:
@@ -464,7 +467,7 @@ async def test_a_job_that_cannot_be_is_refused(inside: Any, tiny: Path) -> None:
 
 
 async def test_jobs_are_bounded_and_forgotten(inside: Any, tiny: Path) -> None:
-    """So many open ones, and ended ones for so long."""
+    """The number of open jobs is bounded, and ended ones expire."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(max_jobs=1, job_kept_s=0.3) as cluster:
         job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
@@ -483,7 +486,7 @@ async def test_jobs_are_bounded_and_forgotten(inside: Any, tiny: Path) -> None:
 
 
 async def test_a_tenant_sees_its_own_jobs_only(inside: Any, tiny: Path, tmp_path: Path) -> None:
-    """Another one's id is an id of nothing, and free to be used."""
+    """Another tenant's id is unknown, and free to be used."""
     file, keys = tmp_path / "keys", ["anna-key-0123456789", "ben-key-01234567890"]
     file.write_text(f"anna {keys[0]}\nben {keys[1]}\n")
     prompts = oracle.prompts(tiny, [30, 40])
@@ -500,7 +503,7 @@ async def test_a_tenant_sees_its_own_jobs_only(inside: Any, tiny: Path, tmp_path
 
 
 async def test_a_leaving_router_gives_its_jobs_back(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one has them long before the leases would have ended."""
+    """Another router has them long before the leases would have expired."""
     monkeypatch.setattr(job_runner, "LEASE_S", 60.0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
@@ -519,8 +522,8 @@ async def test_a_leaving_router_gives_its_jobs_back(inside: Any, tiny: Path, mon
 async def test_a_router_that_lost_a_job_generates_no_more(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, told_by: str
 ) -> None:
-    """It is another router's by now; this one hears of it by the next token or the next renewal, and frees what it has
-    for it."""
+    """Another router owns the job now; the former owner notices at the next token or the next renewal, and frees
+    everything of the job."""
     monkeypatch.setattr(job_runner, "LEASE_S", 0.6 if told_by == "renew" else 60.0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
@@ -550,7 +553,7 @@ async def test_a_router_that_lost_a_job_generates_no_more(
 async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the wire, before the client's own filter: what ends where the watch begins is not sent."""
+    """Before the client's own filter, the messages contain no part that ends where the watch begins."""
     monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
@@ -572,8 +575,8 @@ async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(
 async def test_watchers_of_a_tenant_get_a_bounded_number_of_messages(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, paced: bool
 ) -> None:
-    """Tokens that arrive meanwhile are in the next message, each token once and in order. The control: without the rate
-    there are more messages."""
+    """Tokens that arrive meanwhile are in the next message, each token once and in order. In the control, without the
+    rate, there are more messages."""
     per_s = 5.0
     monkeypatch.setattr(jobs_service, "WATCH_MESSAGES_PER_S", per_s if paced else 1e6)
     prompt = oracle.prompts(tiny, [30])[0]
@@ -589,7 +592,7 @@ async def test_watchers_of_a_tenant_get_a_bounded_number_of_messages(
 
 
 async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watchers that wait take nothing from those who submit, keep tokens and renew leases."""
+    """Watchers that wait do not delay submissions, stored tokens and renewed leases."""
     prompt = oracle.prompts(tiny, [20])[0]
     async with inside() as cluster:
         runner, begin = cluster.router.job_runner, asyncio.Event()
@@ -612,7 +615,7 @@ async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypat
 
 
 async def test_watchers_of_a_tenant_are_bounded(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more is refused with the time to come back, and has room when another one leaves."""
+    """One more is refused with a retry delay, and accepted when another one leaves."""
     monkeypatch.setattr(jobs_service, "MAX_WATCHERS", 1)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
@@ -668,7 +671,7 @@ async def test_jobs_keep_to_their_tenants_tokens(
 async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
     inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped in the middle and goes on later, token for token; its tenant's tokens are counted once."""
+    """The job is stopped in the middle and continues later, token for token; its tenant's tokens are counted once."""
     monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
     monkeypatch.setattr(job_runner, "MAX_RETRY_S", 0.05)
     monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 1)  # a job that is behind would take all tokens at once
@@ -699,7 +702,7 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
 
 
 async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reason: str | None = None) -> list[int]:
-    """The next attempts end with INTERNAL. Returns a list with one entry for each."""
+    """Makes the next attempts end with INTERNAL. Returns a list with one entry for each."""
     generate, seen = cluster.router.models.first.generation.generate, []
 
     def failing(*given: Any, **more: Any) -> Any:
@@ -716,7 +719,7 @@ async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reas
 async def test_a_job_outlives_an_internal_error_that_passes(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is about to die may say INTERNAL once; the third time in a row ends the job."""
+    """A worker that is about to die may return INTERNAL once; the third time in a row ends the job."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         await broken(monkeypatch, cluster, job_runner.MAX_INTERNAL_ERRORS - 1)
@@ -731,7 +734,7 @@ async def test_a_job_outlives_an_internal_error_that_passes(
 async def test_a_job_that_kills_workers_is_not_tried_again(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it is poison was found out already."""
+    """The request is already known as poison."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         seen = await broken(monkeypatch, cluster, 100, "KILLS_WORKERS")
@@ -745,7 +748,7 @@ async def test_a_job_that_kills_workers_is_not_tried_again(
 
 @pytest.fixture
 async def owned(valkey_url: str) -> AsyncIterator[tuple[JobJournal, str]]:
-    """A job that was taken over: generation 1 was its owner, 2 is."""
+    """A job that was taken over: generation 1 was its owner, generation 2 is."""
     kept = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
     name = "/job"
     assert await kept.submit([Asked(name, b"asked", "digest")]) == [True]
@@ -760,7 +763,7 @@ async def owned(valkey_url: str) -> AsyncIterator[tuple[JobJournal, str]]:
 
 
 async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[JobJournal, str]) -> None:
-    """Nor ends it, nor keeps it; and the owner adds each token once, in its place."""
+    """It cannot end or keep the job either; the owner adds each token once, at its position."""
     kept, name = owned
     assert await kept.append(name, 1, 2, 4, b"late") is Kept.LOST
     assert await kept.end(name, 1, job_journal.JobState.FINISHED, b"late") is Kept.LOST
@@ -774,7 +777,7 @@ async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[JobJou
 async def test_control_without_the_fence_its_tokens_are_there_twice(
     valkey_url: str, monkeypatch: pytest.MonkeyPatch, owned: tuple[JobJournal, str]
 ) -> None:
-    """So that the refusals above are the scripts' doing."""
+    """Control: the scripts cause the refusals above."""
     _, name = owned
     monkeypatch.setattr(
         job_journal, "APPEND", job_journal.APPEND.replace("return 'lost'", "").replace("return 'gap'", "")

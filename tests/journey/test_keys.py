@@ -1,4 +1,4 @@
-"""With a file of keys nobody gets a token, or a look into the cluster, without one that may."""
+"""With a file of keys, no request gets a token or information about the cluster without a permitted key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 async def test_each_key_may_what_the_file_says(inside: Any, file: Path) -> None:
-    """None, a wrong one, a user's and an admin's, over gRPC and HTTP; a health check needs none."""
+    """No key, a wrong one, a user's and an admin's, over gRPC and HTTP; a health check needs none."""
     model = str(Path(__file__).parents[2] / "demo/model")
     async with inside(model=model, http_port=0, kv_blocks=1024, api_keys=file) as cluster:
         target, url = cluster.router.address, f"http://{cluster.router.http.address}"
@@ -73,14 +73,14 @@ async def test_each_key_may_what_the_file_says(inside: Any, file: Path) -> None:
 
 
 async def test_control_without_the_setting_nobody_is_asked(inside: Any) -> None:
-    """So that the refusals above are the keys' doing."""
+    """Control: the keys cause the refusals above."""
     async with inside() as cluster, AsyncClient(cluster.router.address, api_key="") as client:
         assert (await client.generate([1, 2], max_tokens=1, ignore_eos=True)).token_ids
         assert await client.workers()
 
 
 def test_a_changed_file_counts_and_a_broken_one_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that was taken out is refused, a new one is taken; a file that means nothing lets nobody in or out."""
+    """A removed key is refused, a new one is accepted; a file that cannot be parsed changes nothing."""
     monkeypatch.setattr(api_keys, "RECHECK_S", 0.0)
     known = ApiKeys(file)
     assert known.check(f"Bearer {USER}").name == "anna"
@@ -104,7 +104,7 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(file: Path, monkeypatch
     ["", "# none\n", "anna\n", "anna short\n", f"anna {USER} root\n", f"an/na {USER}\n", f"a {USER}\nb {USER}\n"],
 )
 def test_a_file_that_means_nothing_is_refused_at_the_start(file: Path, text: str) -> None:
-    """Before the router listens. The message names the place, and never a key."""
+    """It is refused before the router listens. The message names the place, and never a key."""
     file.write_text(text)
     with pytest.raises(SettingsError) as caught:
         ApiKeys(file)

@@ -1,4 +1,4 @@
-"""Workers die, freeze or are sent away in the middle of sixteen streams; every stream goes on with its own tokens."""
+"""Workers die, freeze or drain in the middle of sixteen streams; every stream continues with its own tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sixteen(tiny: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(tiny: Path) -> list[list[int]]:
-    """What those give when nothing happens, without drafts."""
+    """The tokens of these streams without faults and without drafts."""
     with LocalCluster(tiny, **SIZES) as cluster:
         tokens = asyncio.run(undisturbed(cluster, sixteen(tiny)))
     assert tokens[0] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
@@ -93,13 +93,14 @@ def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(receipt: Any, worker: str) -> bool:
-    """Whether an attempt ended because of this worker. Others may have, on a machine that is too busy for keepalive."""
+    """Whether an attempt ended because of this worker. Others may have ended too, on a machine that is too busy for
+    keepalive."""
     return any(note.startswith("attempt ") and worker in note for note in receipt.notes)
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
 async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[int]], decodes: int) -> None:
-    """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
+    """With a second decode worker, or with none until the dead one is back, no token is lost and none repeated."""
     prompts, expected = sixteen(tiny), plain
     with LocalCluster(tiny, decode=decodes, step_s=STEP_S, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
@@ -114,13 +115,13 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[in
 
 
 async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
-    """Prompts that it was computing, or whose KV was moving, are placed again; streams past that do not notice."""
+    """Prompts that it was computing, or whose KV was moving, are placed again; later streams are not affected."""
     prompts = oracle.prompts(tiny, [20] * SHORT + [800] * (STREAMS - SHORT))
     with LocalCluster(
         tiny, block_size=8, kv_blocks=4096, dtype="float32", max_num_seqs=STREAMS, max_num_batched_tokens=16
     ) as cluster:
         expected = await undisturbed(cluster, prompts)
-        cluster.kill("prefill-0")  # a fresh life: the prompts must not be in its cache
+        cluster.kill("prefill-0")  # a new incarnation: the prompts must not be in its cache
         cluster.kill("decode-0")
         cluster.launch("prefill-0", step_s=0.05)  # 600 steps: 30 s of prefill, which the kill cuts short
         cluster.start_worker("decode-0")
@@ -138,7 +139,7 @@ async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
 async def test_the_decode_worker_dies_while_streams_speculate(
     tiny: Path, similar: Path, plain: list[list[int]]
 ) -> None:
-    """In the middle of sixteen speculating streams, with real prices: no token lost, none twice, all the same."""
+    """In the middle of sixteen speculating streams, with measured prices, no token is lost and none repeated."""
     with LocalCluster(tiny, step_s=STEP_S, speculation="draft", draft_model=str(similar), **SIZES) as cluster:
         pieces = await disturbed(cluster, sixteen(tiny), "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == plain
@@ -150,8 +151,8 @@ async def test_the_decode_worker_dies_while_streams_speculate(
 
 @pytest.mark.parametrize("gone", ["drained", "frozen"])
 async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[int]], gone: str) -> None:
-    """Cut off by a drain whose grace is over, or frozen: its streams go on elsewhere within seconds, none waits for
-    its deadline."""
+    """If a drain's grace period ends, or the worker freezes, its streams continue elsewhere within seconds, and none
+    waits for its deadline."""
     prompts, expected = sixteen(tiny), plain
     with LocalCluster(tiny, decode=2, step_s=STEP_S, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
@@ -172,7 +173,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
             pieces,
             running,
         )
-        assert time.monotonic() - start < 30  # a frozen one is found out by keepalive, after 2 to 3 seconds
+        assert time.monotonic() - start < 30  # keepalive notices a frozen one after 2 to 3 seconds
         await running
         await client.close()
         assert [ids(one) for one in pieces] == expected
@@ -185,8 +186,8 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
 
 async def test_a_worker_that_cannot_be_reached_costs_no_attempt(tiny: Path) -> None:
     """The registry still lists a worker that has just been killed. A request that could not be sent to it waits for a
-    worker, as long as it may wait for room: it has not been tried. (Counted as attempts, the only permitted one would
-    be over at once.)"""
+    worker as long as for room: it has not been tried. (If it counted, the only permitted attempt would be used at
+    once.)"""
     prompt = oracle.prompts(tiny, [30])[0]
     with LocalCluster(tiny, prefill=0, max_attempts=1, **SIZES) as cluster:
         client = AsyncClient(cluster.target)

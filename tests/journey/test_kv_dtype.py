@@ -1,5 +1,6 @@
-"""int8 and fp8 KV through the whole cluster: the tokens of a decoder that rounds, about half the bytes of bfloat16, and
-blocks that are refused when they mean something else or are not what their digest says, scales included."""
+"""int8 and fp8 KV through the whole cluster: the tokens of a reference that rounds in the same way, about half the
+bytes of bfloat16, and blocks that are refused when their meaning differs or their digest does not match, scales
+included."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.memory import block_view
 DEMO = Path(__file__).parents[2] / "demo/model"
 KV = "int8"  # of the cluster; tests/engine/test_kv_quantization.py has the others without one
 NEW, BLOCK = 12, 8
-# One token to several chunks of 64; block borders hit, missed by one, and crossed.
+# One token to several chunks of 64; lengths at, next to, and beyond block boundaries.
 LENGTHS = [1, 2, 7, 8, 9, 17, 31, 40, 63, 64, 65, 90, 128, 150]
 
 
@@ -40,9 +41,9 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_tokens_and_bytes(cluster: LocalCluster) -> None:
-    """Alone and many at once, cache cold and warm, over NIXL between two processes: always the same tokens, those of a
-    decoder that rounds likewise. The receipt's bytes are those of the plan, some 53 % of bfloat16 where a head has 32
-    elements; workers say what they keep."""
+    """Alone and many at once, cache cold and warm, over NIXL between two processes, the tokens are always those of a
+    reference that rounds in the same way. The receipt's bytes are those of the planner, about 53 % of bfloat16 for
+    heads of 32 elements; workers report what they store."""
     client = cluster.client()
     prompts = oracle.prompts(DEMO, LENGTHS)
     shape = read_shape(DEMO)
@@ -112,7 +113,7 @@ def scale_flipped(layout: KvLayout) -> Callable[[Harm, Peer, Sequence[tuple[int,
 
 
 async def ask_with_wrong_scales(inside: Any, prompt: list[int], kv: str) -> tuple[Any, list[int]]:
-    """What comes back when the first read's scales were changed on the way, and the tokens without that."""
+    """The answer when the first read's scales were changed in transit, and the tokens without that."""
     layouts: list[KvLayout] = []
 
     def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
@@ -144,7 +145,7 @@ async def test_corrupted_scales_are_found(inside: Any, tiny: Path, kv: str) -> N
 async def test_control_without_the_digest_they_are_used(
     inside: Any, tiny: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same fault with digests switched off: one attempt, status OK, other tokens."""
+    """Control: with digests switched off, the same fault gives one attempt, status OK and other tokens."""
     monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     done, right = await ask_with_wrong_scales(inside, oracle.prompts(tiny, [50])[0], kv)
     assert done.receipt.attempts == 1
@@ -171,8 +172,8 @@ async def mixed(inside: Any, prompt: list[int], *pool: dict[str, Any]) -> tuple[
 async def test_a_prefill_worker_of_another_dtype_is_refused(
     inside: Any, tiny: Path, decode: dict[str, Any], prefill: dict[str, Any], says: str
 ) -> None:
-    """Nothing of it is read, the request runs locally, and receipt and doctor say why: int8 blocks of a float32 and of
-    a bfloat16 model have one size."""
+    """None of its blocks is read, the request runs locally, and receipt and doctor have the reason: int8 blocks of a
+    float32 and of a bfloat16 model have one size."""
     done, report = await mixed(inside, oracle.prompts(tiny, [50])[0], decode, prefill)
     assert done.receipt.path == "local"
     assert "KV layout" in done.receipt.notes[0]
@@ -183,7 +184,8 @@ async def test_a_prefill_worker_of_another_dtype_is_refused(
 async def test_control_without_the_handshake_its_blocks_are_read(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With layouts that say nothing, fp8 blocks come over intact, status OK, and are read as int8: other tokens."""
+    """Control: with layouts without this field, fp8 blocks arrive intact with status OK and are read as int8, which
+    gives other tokens."""
     prompt = oracle.prompts(tiny, [50])[0]
     right, _ = await mixed(inside, prompt, {"kv_dtype": "int8"}, {"kv_dtype": "int8"})
     assert right.receipt.path == "disaggregated"

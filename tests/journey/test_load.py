@@ -1,4 +1,4 @@
-"""The load generator against a whole cluster, over both of its front doors."""
+"""The load generator with a whole cluster, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def loaded(target: Target) -> Load:
 
 
 async def test_two_seconds_over_grpc_and_http(inside: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every token of every request comes over both, and the two reports are read again and compared."""
+    """Every token of every request arrives over both, and the two reports are read again and compared."""
     async with inside(http_port=0) as cluster:
         targets = {"grpc": Grpc(cluster.router.address), "http": Http(f"http://{cluster.router.http.address}")}
         loads = await asyncio.gather(*map(loaded, targets.values()))

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as its clients drive it, over a real cluster."""
+"""Anthropic's Messages API as its clients use it, on a real cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def text(found: list[dict[str, Any]]) -> str:
 
 
 async def test_messages_are_those_of_grpc(door: Any) -> None:
-    """Whole and streamed, a string or blocks, with a system prompt and without: text, counts and reason."""
+    """Complete and streamed, with a string or blocks, with and without a system prompt: text, counts and finish
+    reason."""
     system = "Be brief."
     async with door() as it:
         for extra, turns in (({}, MESSAGES), ({"system": system}, [{"role": "system", "content": system}, *MESSAGES])):
@@ -98,8 +99,8 @@ async def test_messages_are_those_of_grpc(door: Any) -> None:
 
 
 async def test_an_answer_ends_where_the_client_says_or_the_context_ends(door: Any) -> None:
-    """A stop sequence is named. max_tokens over the context is no error, as Claude Code always asks for 32,000; 0 only
-    fills the cache."""
+    """A stop sequence is named. max_tokens beyond the context is no error, because Claude Code always sends 32,000; 0
+    only fills the cache."""
     async with door(max_model_len=200) as it:
         free = (await it.ask())["content"][0]["text"]
         stopped = await it.ask(stop_sequences=["\x00", free[10:14]])
@@ -121,7 +122,7 @@ async def test_an_answer_ends_where_the_client_says_or_the_context_ends(door: An
 
 
 async def test_a_schema_is_enforced(door: Any) -> None:
-    """As Claude Code asks for titles."""
+    """The request is the one by which Claude Code generates titles."""
     async with door() as it:
         output = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
         answer = await it.ask(**output, temperature=1, seed=3)
@@ -145,8 +146,8 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
 
 
 async def test_what_is_refused_has_anthropics_shape(door: Any) -> None:
-    """With its status, and the id of the request in the body and in the header; the same for a stream. A path or a
-    method that is not served too."""
+    """An error has its status, and the request's id in the body and the header; the same in a stream, and for a path or
+    method that is not served."""
     async with door() as it:
         for body, status, kind, word in BAD:
             for stream in (False, True):
@@ -174,7 +175,7 @@ async def test_what_is_refused_has_anthropics_shape(door: Any) -> None:
 
 
 async def test_a_key_is_asked_for_in_anthropics_shape(door: Any, tmp_path: Path) -> None:
-    """And the key of a tenant opens, in OpenAI's header or in Anthropic's."""
+    """A tenant's key is accepted in OpenAI's header or in Anthropic's."""
     file = tmp_path / "keys"
     file.write_text(f"anna {KEY}\n")
     async with door(api_keys=file) as it:
@@ -195,7 +196,7 @@ THINKS = (
 
 
 async def test_reasoning_is_a_thinking_block(door: Any, tmp_path: Path) -> None:
-    """Whole and streamed, signed; sent back it is part of the prompt. `thinking` turns it off."""
+    """Complete and streamed, signed; sent back it is part of the prompt. `thinking` turns it off."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(THINKS)
@@ -221,7 +222,7 @@ async def test_reasoning_is_a_thinking_block(door: Any, tmp_path: Path) -> None:
 
 
 async def test_a_call_is_a_block(door: Any, tmp_path: Path) -> None:
-    """Whole and streamed, forced; its answer goes on from there. The model is made to call."""
+    """Complete and streamed, forced; the conversation continues with the tool's result. The model is forced to call."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)

@@ -1,4 +1,4 @@
-"""What each process says of itself is what a request did there."""
+"""The metrics of each process match what a request did there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = ("state", "source", "transport", "result")
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:
-    """By name and the values of its own labels."""
+    """The samples by name and the values of their own labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
@@ -30,7 +30,8 @@ def scraped(address: str) -> dict[tuple[str, ...], float]:
 
 
 async def test_every_process_counts_its_part_of_a_request(inside: Any) -> None:
-    """Tokens where they were computed and where they arrived, the transfer as in the receipt, every block."""
+    """Tokens are counted where they were computed and where they arrived, the transfer as in the receipt, and every
+    block."""
     async with inside(metrics_port=0) as cluster:
         answer = await cluster.client.generate(list(range(2, 42)), max_tokens=6, ignore_eos=True)
         await cluster.freed()
@@ -61,7 +62,7 @@ async def test_every_process_counts_its_part_of_a_request(inside: Any) -> None:
 async def test_an_operator_hears_of_products_that_are_slower_than_torchs(
     inside: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ratio: float
 ) -> None:
-    """From the worker's metrics and from the doctor; of fast ones only the metrics have the number."""
+    """The worker's metrics and the doctor report them; for fast products only the metrics have the ratio."""
     monkeypatch.setattr(speed_check, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(speed_check, "measure", lambda kinds: [Case(Kind(*kind), 8, ratio, 1.0) for kind in kinds])
     async with inside(prefill=0, local_prefill="measured", metrics_port=0, weight_cache=str(tmp_path)) as cluster:

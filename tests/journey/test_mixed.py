@@ -1,4 +1,4 @@
-"""Every option of the OpenAI API at once, many requests at a time: each has the tokens of an engine of its own.
+"""Every option of the OpenAI API, in many concurrent requests: each has the tokens of an engine that runs it alone.
 
 requests of one fixed seed ─┬─▶ openai SDK ─▶ router ─▶ prefill ─▶ decode     all together, every other one streamed
                             └─▶ an engine in this test                        one after another
@@ -43,7 +43,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WORD, YES, TICKS = "[a-f]{6}[0-9]{2}", ["yes", "no", "may be"], 'root ::= ("tick " | "tock ") root | "end"'
-GRAMMARS: dict[str, tuple[dict[str, Any], GrammarSpec]] = {  # what is sent, and what it means
+GRAMMARS: dict[str, tuple[dict[str, Any], GrammarSpec]] = {  # the field that is sent, and its meaning
     "regex": ({"structured_outputs": {"regex": WORD}}, GrammarSpec("regex", WORD)),
     "choice": ({"guided_choice": YES}, GrammarSpec("choice", json.dumps(YES))),
     "rules": ({"structured_outputs": {"grammar": TICKS}}, GrammarSpec("ebnf", TICKS)),
@@ -93,7 +93,7 @@ OF_THE_SDK = {
     "tools",
 }
 NEVER_IN_CHAT, ONLY_IN_CHAT = {"echo", "ids"}, {"tools"}
-# Each may leave a grammar nothing to go on with, which is an error.
+# Each may leave a grammar without a possible token, which is an error.
 NOT_BESIDE_A_GRAMMAR = {
     "ignore_eos",
     "min_tokens",
@@ -112,13 +112,13 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
 
     def without(self, name: str) -> Asked:
-        """The same but for this option; a seed becomes another one."""
+        """The same request without this option; a seed becomes another one."""
         rest = {key: value for key, value in self.options.items() if key != name}
         return replace(self, options={**rest, "seed": self.options["seed"] ^ 1} if name == "seed" else rest)
 
 
 class Answer(NamedTuple):
-    """One completion, as both ways can tell it."""
+    """One completion, in a form that both sides can produce."""
 
     token_ids: list[int]
     text: str
@@ -130,7 +130,7 @@ class Answer(NamedTuple):
 
 
 def mix() -> Iterator[Asked]:
-    """Each option leads some requests, with others of chance beside it."""
+    """Each option is in some requests, together with random others."""
     rng = random.Random(7)
     leads = [{name: rng.choice(values)} for name, values in VALUES.items()] + [{"grammar": one} for one in GRAMMARS]
     for number in range(COUNT):
@@ -194,10 +194,10 @@ async def through(client: openai.AsyncOpenAI, asked: Asked, text: Tokenizer) -> 
 
 
 def answer(asked: Asked, pieces: list[dict[str, Any]]) -> Answer:
-    """Of one choice, whole or in pieces."""
+    """The answer of one choice, complete or streamed."""
     said = [piece.get("message") or piece.get("delta") or piece for piece in pieces]
     assert [piece["finish_reason"] is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-    calls: dict[int, tuple[str, str]] = {}  # name and arguments, which a stream brings in pieces
+    calls: dict[int, tuple[str, str]] = {}  # name and arguments, which arrive in parts in a stream
     for one in said:
         for number, call in enumerate(one.get("tool_calls") or ()):
             index, function = call.get("index", number), call["function"]
@@ -231,7 +231,7 @@ def scores(found: dict[str, Any], chat: bool) -> Iterator[tuple[int, float | Non
 
 
 class Alone:
-    """An engine that computes one completion at a time. Everything that uses it is on one thread."""
+    """An engine that computes one completion at a time. All its callers are on one thread."""
 
     def __init__(self, folder: Path) -> None:
         made = Settings(model=str(folder), device="cpu", threads=1, kv_blocks=256, block_size=8, max_num_seqs=1)
@@ -260,7 +260,7 @@ class Alone:
                 new = sequence.tokens[len(prompt) :]
                 if new[-1] in ends:
                     continue
-                # Only text that comes after min_tokens ends the answer.
+                # Only text after min_tokens ends the answer.
                 free = len(decode(new[: max(0, options.get("min_tokens", 0) - 1)]))
                 shown = decode(new)
                 hit = min(((shown.find(one, free), one) for one in stops if shown.find(one, free) >= 0), default=None)
@@ -296,13 +296,14 @@ class Alone:
         assert self._engine.grammars
         grammar = self._engine.grammars.compile(spec).result(30) if spec else None
         limit = len(prompt) + options["max_tokens"]
-        # A salt of its own: nothing is found in a cache.
+        # A separate salt, so that no cached prefix is found.
         salt = random.randbytes(8)
         return Sequence("one", list(prompt), len(prompt), limit, ends, how, salt, grammar=grammar)
 
 
 def row(token: int, one: Logprob, chat: bool) -> tuple[int, float, dict[int, float]]:
-    """As the API has it: completions name the chosen token among the likeliest, whether it is or not."""
+    """The row in the API's format: completions list the chosen token among the most likely ones, whether it is one or
+    not."""
     top = dict(zip(one.top_ids, one.top, strict=True))
     return token, one.chosen, top if chat else {**top, token: one.chosen}
 
@@ -311,8 +312,8 @@ def row(token: int, one: Logprob, chat: bool) -> tuple[int, float, dict[int, flo
 
 
 async def test_a_mixed_workload_has_the_tokens_of_an_engine_alone(inside: Any, tmp_path: Path) -> None:
-    """Tokens, texts, reasons, calls and log probabilities, to the bit. The control: without any one of its options, or
-    with another seed, some request's answer is another one."""
+    """Tokens, texts, finish reasons, calls and log probabilities are equal to the bit. In the control, without any one
+    of its options, or with another seed, some request's answer differs."""
     if kernels.serving(torch.device("cpu")) == kernels.REFERENCE:
         pytest.skip("batches round differently without the compiled operators: python -m engine.kernels.build")
     folder = tmp_path / "model"

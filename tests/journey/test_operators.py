@@ -1,4 +1,4 @@
-"""What a router tells operators, from a real registry, with workers that are only records."""
+"""What a router reports to operators, from a real registry, with workers that are only records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tandem.v1 import admin_pb2
 from tests.support import oracle
 
 DECODE = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:1")
-CONTEXT: Any = None  # nothing here looks at it
+CONTEXT: Any = None  # not used here
 UNUSED: Any = None  # the control of adapters
 
 
@@ -71,8 +71,8 @@ async def wanted(admin: AdminServicer) -> dict[str, int]:
 
 
 async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
-    """Where the autoscaler does, a command is refused and changes nothing; in a dry run it works. What it found is
-    told, and that it is silent or off."""
+    """If the autoscaler sizes the pools, a command is refused and changes nothing; in a dry run it succeeds. The
+    autoscaler's findings are reported, and whether it is silent or off."""
     await registry.set_wanted({"router": 1, "decode": 1, "prefill": 0})
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
@@ -100,7 +100,8 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
 async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answers(
     admin: AdminServicer, valkey: EmbeddedValkey
 ) -> None:
-    """A new router, whose registry is lost at that moment, knows of no sizes either."""
+    """If the registry does not answer, the error is Unavailable and not a missing supervisor, also at a new router,
+    which knows no sizes."""
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     with pytest.raises(PreconditionFailed, match="no supervisor"):
         await admin.ScalePools(three, CONTEXT)
@@ -112,7 +113,7 @@ async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answ
 async def test_a_registry_that_is_lost_in_the_middle_of_a_command_leaves_no_doubt_of_what_was_done(
     registry: Registry,
 ) -> None:
-    """One command names pools of two models; what is wrong with the second is found before the first is changed."""
+    """A command names pools of two models; an error in the second is found before the first is changed."""
     gone: Any = SimpleNamespace(wanted=registry.wanted, set_wanted=AsyncMock(side_effect=Unavailable("lost")))
     pools = [SimpleNamespace(settings=Settings(model="m", cluster=f"c.{name}")) for name in ("small", "large")]
     pools[0].registry, pools[1].registry = registry, gone
@@ -129,7 +130,7 @@ async def test_a_registry_that_is_lost_in_the_middle_of_a_command_leaves_no_doub
 
 
 async def test_a_drain_of_a_router_says_how_a_router_is_stopped(admin: AdminServicer, registry: Registry) -> None:
-    """`tandem workers` lists it, so that it is there; an unknown name is not found."""
+    """`tandem workers` lists routers, so the id exists; an unknown name is not found."""
     await registry.beat(replace(DECODE, worker_id="router-0", role="router"))
     await wanted(admin)
     with pytest.raises(PreconditionFailed, match=r"is a router.*SIGTERM") as refused:
@@ -149,14 +150,14 @@ async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, regi
 
 
 async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
-    """The doctor counts: one of two is not all of them."""
+    """The doctor counts workers: one of two is a problem."""
     await registry.beat(DECODE)
     await registry.set_wanted({"router": 1, "decode": 2, "prefill": 0})
     assert await problems(admin) == ["1 of 2 wanted decode workers are there"]
 
 
 async def test_slow_products_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
-    """The doctor says what a worker found at load, and whose processor it is."""
+    """The doctor reports what a worker measured at load, and its processor."""
     await registry.beat(replace(DECODE, slow_products="8 rows take 2.00 times as long"))
     await registry.set_wanted({"router": 1, "decode": 1, "prefill": 0})
     assert await problems(admin) == ["decode-0: 8 rows take 2.00 times as long"]
@@ -167,7 +168,7 @@ async def test_slow_products_are_a_problem(admin: AdminServicer, registry: Regis
 async def test_the_wanted_sizes_outlive_a_registry_that_lost_them(
     admin: AdminServicer, registry: Registry, valkey: EmbeddedValkey
 ) -> None:
-    """Empty after a restart, or silent: the last known sizes are told until somebody says otherwise."""
+    """With an empty or silent registry, the last known sizes are reported until they are set again."""
     sizes = {"router": 1, "decode": 2, "prefill": 3}
     await registry.set_wanted(sizes)
     assert await wanted(admin) == sizes

@@ -1,5 +1,5 @@
-"""Workers that keep KV in other blocks are a pair: what arrives is converted, with the digests of what was sent; and a
-rolling upgrade moves the pools one after the other without a request that is computed twice."""
+"""Workers that keep KV in other blocks can pair: what arrives is converted, and checked by the digests of what was
+sent; a rolling upgrade replaces the pools one after the other without computing a request twice."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.waiting import until
 
 NEW = 12
 WITHIN_S = 60.0  # a job whose deltas did not say what computed them would wait for minutes
-LENGTHS = [1, 5, 8, 16, 33, 90]  # several chunks of 64; borders of blocks of 4, 8 and 16 hit and missed
+LENGTHS = [1, 5, 8, 16, 33, 90]  # several chunks of 64; at and next to boundaries of blocks of 4, 8 and 16
 
 
 async def with_prefill(cluster: Any, name: str, **settings: Any) -> None:
-    """Another prefill worker, with these settings."""
+    """Starts another prefill worker with these settings."""
     cluster.settings = cluster.settings.model_copy(update=settings)
     await cluster.start_worker(name)
 
@@ -46,8 +46,8 @@ async def answers(cluster: Any, prompts: Sequence[list[int]]) -> list[Any]:
 async def test_blocks_of_another_size_give_the_tokens_of_transformers(
     inside: Any, tiny: Path, decode: int, prefill: int, transport: str
 ) -> None:
-    """Many at once, cold and with a cached prefix that ends in the middle of the source's blocks; receipt and doctor
-    say what was done."""
+    """Many at once, cold and with a cached prefix that ends within the source's blocks; receipt and doctor name the
+    conversion."""
     prompts = oracle.prompts(tiny, LENGTHS)
     async with inside(prefill=0, block_size=decode, transport=transport) as cluster:
         await with_prefill(cluster, "prefill-0", block_size=prefill)
@@ -66,7 +66,8 @@ async def test_blocks_of_another_size_give_the_tokens_of_transformers(
 
 @pytest.mark.skipif(kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators")
 async def test_workers_of_several_ranks_convert(inside: Any, tiny: Path) -> None:
-    """Into the memory that all ranks of a decode worker share, from a prefill worker of another number of ranks."""
+    """Blocks are converted into the memory that all ranks of a decode worker share, from a prefill worker with another
+    number of ranks."""
     prompts = oracle.prompts(tiny, [20, 70])
     with rank_copies():
         async with inside(prefill=0, decode_tp=2) as cluster:
@@ -90,8 +91,8 @@ async def test_workers_of_several_ranks_convert(inside: Any, tiny: Path) -> None
 async def test_another_type_of_kv_is_converted_by_name(
     inside: Any, tiny: Path, decode: str, prefill: str, name: str
 ) -> None:
-    """The request is served by the pair, the receipt has the name of the conversion, and the prefix cache nothing of
-    the rounded KV: the control, whose types are equal, leaves its blocks there."""
+    """The pair serves the request, the receipt names the conversion, and the prefix cache has no block of the rounded
+    KV; in the control, with equal types, it has."""
     async with inside(prefill=0, kv_dtype=decode) as cluster:
         await with_prefill(cluster, "prefill-0", kv_dtype=prefill, block_size=16)
         await cluster.seen(2)
@@ -103,7 +104,7 @@ async def test_another_type_of_kv_is_converted_by_name(
 
 
 def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
-    """The sign of every float of a block that was read."""
+    """Changes the sign of every float of a block that was read."""
     view = block_view(harm.region, pairs[0][1])
     for at in range(3, len(view), 4):
         view[at] ^= 0x80
@@ -113,7 +114,7 @@ def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
 async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
     inside: Any, tiny: Path, digest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second attempt gives the tokens. In the control, whose digests are not compared, other tokens come."""
+    """A second attempt gives the tokens. In the control, without comparing digests, the tokens are other ones."""
     if not digest:
         monkeypatch.setattr(
             "kvtransfer.receiver.Receiver._first_wrong",
@@ -139,13 +140,14 @@ async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
 
 
 def all_given_back(cluster: Any) -> bool:
-    """Whether no place of a staging is held."""
+    """Whether all places of the staging are free."""
     made = [landing for name in ("decode-0",) for landing in cluster.workers[name]._landings._made.values()]
     return bool(made) and all(sorted(landing._free) == list(range(landing.count)) for landing in made)
 
 
 async def test_a_cancelled_request_leaves_no_place_of_the_staging(inside: Any, tiny: Path) -> None:
-    """Its client is gone while its blocks are read: places and blocks are free again, and the next request is right."""
+    """Its client disconnects while its blocks are read: staging and blocks are free again, and the next request is
+    right."""
     prompt = oracle.prompts(tiny, [90])[0]
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -172,7 +174,8 @@ async def test_a_cancelled_request_leaves_no_place_of_the_staging(inside: Any, t
 
 
 async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> None:
-    """Prefill workers first, then decode workers, to blocks of another size: every request is served by a pair."""
+    """Prefill workers first, then decode workers, change to blocks of another size: every request is served by a
+    pair."""
     prompts = oracle.prompts(tiny, [20, 70])
     seen: list[str] = []
 
@@ -202,8 +205,8 @@ async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> Non
 
 @pytest.mark.parametrize("transport", ["nixl"])
 async def test_a_third_layout_is_converted_when_no_source_has_one_of_the_two_before_it(inside: Any, tiny: Path) -> None:
-    """As after two upgrades of the prefill pool under one decode worker. While two others are there, a further one is
-    refused, and the pairs of these go on."""
+    """As after two upgrades of the prefill pool under one decode worker. While two other layouts have sources, a third
+    is refused, and the pairs of these continue."""
     prompts = oracle.prompts(tiny, [20, 70])
     async with inside(prefill=0) as cluster:
         await with_prefill(cluster, "prefill-0", block_size=16)
@@ -235,9 +238,9 @@ async def test_a_third_layout_is_converted_when_no_source_has_one_of_the_two_bef
 async def test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_else(
     inside: Any, tiny: Path, tmp_path: Path, kind: str, change: dict[str, Any]
 ) -> None:
-    """Its decode worker leaves in the middle. One that keeps KV in other blocks gives its other tokens; one with
-    another type of KV or another checkpoint never does, though it has room: a stream ends with the reason, a job waits
-    until there is one like its first."""
+    """Its decode worker leaves in the middle. One with KV in other blocks continues with the same tokens; one with
+    another KV type or another checkpoint never does, though it has room: a stream ends with the reason, a job waits for
+    a worker like its first."""
     prompt, new = oracle.prompts(tiny, [30])[0], 400
     expected = oracle.greedy(tiny, prompt, new)
     async with inside() as cluster:
@@ -274,7 +277,7 @@ async def test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_el
 async def test_control_without_the_rule_a_stream_goes_on_with_another_checkpoint(
     inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets the tokens of two models, with status OK."""
+    """Control: the stream gets the tokens of two models, with status OK."""
     monkeypatch.setattr(WorkerSnapshot, "continues", lambda self, begun: True)
     with pytest.raises(AssertionError):
         await test_what_has_begun_goes_on_where_its_tokens_would_come_and_nowhere_else(
@@ -286,7 +289,7 @@ async def test_control_without_the_rule_a_stream_goes_on_with_another_checkpoint
 async def test_an_answer_ends_where_the_checkpoint_that_computes_it_ends(
     inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
 ) -> None:
-    """Of two decode workers one has a checkpoint with another end token. In the control, where all requests have the
+    """One of two decode workers has a checkpoint with another end token. In the control, where all requests have the
     end tokens of one worker, half of the answers end elsewhere."""
     if not followed:
         monkeypatch.setattr(Request, "end_at", lambda self, eos: None)

@@ -1,4 +1,4 @@
-"""Prompts go where their beginning is cached; what is known of that can be wrong without harm."""
+"""Prompts go to the worker that has their prefix cached; wrong knowledge of that does no harm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEW = 8
 
 
 def known(cluster: Any, worker_id: str, tokens: list[int], salt: bytes = b"") -> int:
-    """What the router believes that a worker has of it."""
+    """The number of tokens of it that the router believes a worker has cached."""
     record = cluster.router.models.first.pools.view.workers[worker_id]
     found: int = cluster.router.models.first.pools.prefixes.cached(Prompt(tokens, salt, ""), record)
     return found
@@ -32,7 +32,7 @@ async def told(cluster: Any, worker_id: str, tokens: list[int]) -> None:
 
 
 async def test_a_prompt_goes_to_the_prefill_worker_that_has_its_beginning(inside: Any, tiny: Path) -> None:
-    """Three conversations over two workers, each again and again: none is computed from its start twice."""
+    """Three conversations over two workers, repeated: none is computed from its start twice."""
     prompts = oracle.prompts(tiny, [40, 48, 56])
     async with inside(prefill=2) as cluster:
         homes = []
@@ -53,7 +53,7 @@ async def test_a_prompt_goes_to_the_prefill_worker_that_has_its_beginning(inside
 async def test_control_without_the_index_workers_take_turns(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt is computed by both."""
+    """Control: both workers compute the same prompt."""
     monkeypatch.setattr(PrefixIndex, "cached", lambda self, prompt, record: 0)
     prompt = oracle.prompts(tiny, [40])[0]
     async with inside(prefill=2) as cluster:
@@ -63,7 +63,7 @@ async def test_control_without_the_index_workers_take_turns(
 
 
 async def test_another_tenant_finds_nothing(inside: Any, tiny: Path) -> None:
-    """Its salt makes other hashes, so nothing draws it to a worker, and nothing is found there."""
+    """Its salt gives other hashes, so its prompt is not routed to that worker, and nothing is found there."""
     prompt = oracle.prompts(tiny, [40])[0]
     async with inside(prefill=2) as cluster:
         home = (await ask(cluster, prompt)).prefill_worker
@@ -75,7 +75,7 @@ async def test_another_tenant_finds_nothing(inside: Any, tiny: Path) -> None:
 
 
 async def test_a_new_life_of_a_worker_has_nothing_until_it_says_so(inside: Any, tiny: Path) -> None:
-    """What its former life had is forgotten with it."""
+    """The cached blocks of the former incarnation are forgotten with it."""
     prompt = oracle.prompts(tiny, [40])[0]
     async with inside(prefill=1) as cluster:
         await ask(cluster, prompt)
@@ -91,7 +91,7 @@ async def test_a_new_life_of_a_worker_has_nothing_until_it_says_so(inside: Any, 
 async def test_a_message_that_is_lost_makes_the_router_ask_again(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gap in the numbers is noticed, and the whole is told anew."""
+    """A gap in the numbers is noticed, and all blocks are sent again."""
     lost = asyncio.Event()
     watch = services.kv_events.KvEvents.watch
 
@@ -113,7 +113,7 @@ async def test_a_message_that_is_lost_makes_the_router_ask_again(
 
 
 async def test_wrong_knowledge_costs_no_token(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that believes everything to be everywhere gets the same answer."""
+    """A router that believes that every worker has every prefix gets the same answer."""
     monkeypatch.setattr(PrefixIndex, "cached", lambda self, prompt, record: len(prompt) - 1)
     prompt = oracle.prompts(tiny, [60])[0]
     async with inside(prefill=2, local_prefill="measured") as cluster:

@@ -1,4 +1,4 @@
-"""Probes of a link write into blocks of their own, which nobody else gets before the last byte has arrived."""
+"""Probes of a link write to their own blocks, which no other owner gets before the last byte has arrived."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HeldReads:
-    """Reads of the decode worker that end when `go` is set. `blocks` are those that they write into."""
+    """Reads of the decode worker that end when `go` is set. `blocks` are those to which they write."""
 
     def __init__(self) -> None:
         self.go, self.begun = asyncio.Event(), asyncio.Event()
@@ -61,7 +61,8 @@ async def prober(cluster: Any) -> AsyncIterator[Any]:
 async def test_a_probe_does_not_free_the_blocks_that_another_one_writes_into(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one is refused while the first one's read is held, and the first one's blocks stay held until then."""
+    """The second probe is refused while the first one's read is held, and the first one's blocks stay held until
+    then."""
     reads = HeldReads()
     monkeypatch.setattr(link_probes, "PROBE_WAIT_S", 0.1)
     async with inside(wrap=reads.wrap) as cluster, prober(cluster) as probe:
@@ -79,7 +80,7 @@ async def test_a_probe_does_not_free_the_blocks_that_another_one_writes_into(
 
 
 async def test_probes_that_come_at_once_all_succeed(inside: Any) -> None:
-    """Each in its turn, and afterwards nobody holds a block."""
+    """Concurrent probes run one after another, and afterwards no block is held."""
     async with inside() as cluster, prober(cluster) as probe:
         found = await asyncio.gather(*(probe() for _ in range(4)))
         assert all(one.compatible and one.bytes_per_second > 0 for one in found)
@@ -88,12 +89,12 @@ async def test_probes_that_come_at_once_all_succeed(inside: Any) -> None:
 
 
 async def test_a_probe_that_is_cancelled_holds_its_blocks_until_its_read_has_ended(inside: Any) -> None:
-    """Whoever gets these blocks next must not be written into."""
+    """The read must not write to blocks of the next owner."""
     started, copied, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
     blocks: set[int] = set()
 
     class Stubborn(Harm):
-        """A read over a link that cannot be cancelled: it ends when it ends."""
+        """A read over a link that cannot be cancelled."""
 
         async def read(self, peer: Peer, pairs: Pairs, timeout: float) -> Any:
             blocks.update(local for _, local in pairs)

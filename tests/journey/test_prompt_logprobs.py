@@ -1,4 +1,4 @@
-"""Log probabilities of the prompt: every token but the first has its own, whatever was cached, chunked or repeated."""
+"""Log probabilities of the prompt: every token but the first has one, whatever was cached, chunked or repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP = 3
 
 
 def check(done: Any, folder: Path, prompt: list[int]) -> None:
-    """They are log_softmax of the logits that transformers computes, best first."""
+    """Compares them with log_softmax of transformers' logits, best first."""
     expected = oracle.logits(folder, prompt).log_softmax(-1)
     assert [one.token_id for one in done.prompt_logprobs] == prompt[1:]
     for place, one in enumerate(done.prompt_logprobs):
@@ -27,8 +27,8 @@ def check(done: Any, folder: Path, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_each_prompt_token_has_its_own(inside: Any, tiny: Path, prefill: int) -> None:
-    """Split or local, in one chunk or many, alone or among others, and the second time although the prompt is cached;
-    the answer is the one without them."""
+    """With remote or local prefill, in one chunk or many, alone or with others, and the second time although the prompt
+    is cached; the answer is the same as without them."""
     prompts = oracle.prompts(tiny, [1, 2, 30, 150, 300])
     how = {"max_tokens": 8, "ignore_eos": True}
     async with inside(prefill=prefill, max_num_batched_tokens=200) as cluster:
@@ -47,7 +47,7 @@ async def test_each_prompt_token_has_its_own(inside: Any, tiny: Path, prefill: i
 
 
 async def test_without_alternatives(inside: Any, tiny: Path) -> None:
-    """0 gives each token's own log probability and nothing else."""
+    """0 alternatives give each token's own log probability and nothing else."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         done = await cluster.client.generate(prompt, max_tokens=1, prompt_logprobs=0)
@@ -56,7 +56,7 @@ async def test_without_alternatives(inside: Any, tiny: Path) -> None:
 
 
 async def test_a_preempted_prompt_is_scored_once(inside: Any, tiny: Path) -> None:
-    """Prompts that lose their blocks half way give each token's log probability once."""
+    """Prompts that lose their blocks in the middle return each token's log probability once."""
     prompts = oracle.prompts(tiny, [150] * 4)
     async with inside(prefill=0, kv_blocks=60, max_num_batched_tokens=32) as cluster:
         done = await asyncio.gather(
@@ -71,7 +71,8 @@ async def test_a_preempted_prompt_is_scored_once(inside: Any, tiny: Path) -> Non
 
 
 async def test_a_resumed_request_gets_them_once(inside: Any, tiny: Path) -> None:
-    """They came with the first token; the attempt that goes on after a corrupted transfer does not send them again."""
+    """They came with the first token; the attempt that continues after a corrupted transfer does not send them
+    again."""
     prompt = oracle.prompts(tiny, [50])[0]
     harms: list[Harm] = []
 
@@ -91,7 +92,7 @@ async def test_a_resumed_request_gets_them_once(inside: Any, tiny: Path) -> None
 
 
 async def test_how_many_may_be_asked_for_is_bounded(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the length of the prompt times the alternatives: what has to be computed, kept and sent."""
+    """The bound is the prompt's length times the alternatives: what has to be computed, stored and sent."""
     monkeypatch.setattr("services.router.preprocess.validation.MAX_PROMPT_LOGPROBS", 100)
     prompt = oracle.prompts(tiny, [26])[0]
     async with inside() as cluster:

@@ -1,5 +1,5 @@
-"""Workers of several ranks serve as others do: the tokens of transformers between pools of any two sizes, refused KV
-when a rank's piece is not what it was, and streams that go on elsewhere when a rank is lost."""
+"""Workers with several ranks serve like others: the tokens of transformers between pools of any two sizes, refused KV
+when a rank's part has changed, and streams that continue elsewhere when a rank is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators"
 )
 NEW = 16
-LENGTHS = [1, 7, 8, 9, 50, 90]  # block borders of 8 hit and missed, several chunks of 64
+LENGTHS = [1, 7, 8, 9, 50, 90]  # at and next to boundaries of blocks of 8; several chunks of 64
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def copies() -> Iterator[list[Any]]:
 async def test_pools_of_any_two_sizes_give_the_tokens_of_transformers(
     inside: Any, tiny: Path, prefill: int, decode: int, transport: str
 ) -> None:
-    """Many requests at once, over NIXL too; four ranks share two KV heads. The pair is one like any other, and records,
+    """Many requests at once, also over NIXL; four ranks share two KV heads. The pair is like any other, and records,
     receipts and the doctor have both sizes."""
     prompts = oracle.prompts(tiny, LENGTHS)
     sizes = {"prefill_tp": prefill, "decode_tp": decode, "transport": transport, "speculation": "ngram"}
@@ -82,7 +82,7 @@ def pieces(harm: Harm, block: int) -> list[memoryview]:
 
 
 def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
-    """In every float of rank 1's piece, the sign."""
+    """Changes the sign of every float in rank 1's part."""
     piece = pieces(harm, pairs[0][1])[1]
     piece[:] = bytes(byte ^ (0x80 if place % 4 == 3 else 0) for place, byte in enumerate(piece))
 
@@ -97,8 +97,8 @@ def swap(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
 async def test_a_piece_that_is_not_what_it_was_is_refused(
     inside: Any, tiny: Path, fault: Any, digest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte of one rank's piece, or the pieces of two ranks: a second attempt gives the tokens. Without the digest the
-    control goes through with wrong ones."""
+    """If a byte of one rank's part changes, or the parts of two ranks are swapped, a second attempt gives the tokens.
+    In the control, without the digest, wrong ones are returned."""
     if not digest:
         monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     prompt = oracle.prompts(tiny, [50])[0]
@@ -113,8 +113,8 @@ async def test_a_piece_that_is_not_what_it_was_is_refused(
 async def test_streams_go_on_elsewhere_when_a_rank_is_lost(
     inside: Any, tiny: Path, copies: list[Any], number: signal.Signals
 ) -> None:
-    """A rank of the decode worker dies or stops in mid-stream, while a rank of a prefill worker does: the worker ends,
-    clients see the same tokens, and the books of the others balance."""
+    """A rank of the decode worker dies or stops in mid-stream, and a rank of a prefill worker likewise: the worker
+    ends, clients get the same tokens, and the ledgers of the others balance."""
     prompts = oracle.prompts(tiny, [20, 21, 22])
     async with inside(prefill=1, decode=2, prefill_tp=2, decode_tp=2) as cluster:
         for worker in cluster.workers.values():

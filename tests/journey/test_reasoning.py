@@ -1,4 +1,4 @@
-"""What a model thinks reaches every client apart from its answer, and no fault changes where the one ends."""
+"""Reasoning reaches every client separately from the answer, and no fault changes where it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = (
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{%- endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is not false %}<think>{% endif %}{% endif %}"
 )
-FORMAT = "<think> ,"  # the demo's model has not learnt to think: its thoughts are what it writes up to a comma
+FORMAT = "<think> ,"  # the demo's model has not learnt to reason: its reasoning is the text up to a comma
 MARKER = "<|user|>"  # a special token
 QUESTION = "How do I open a file?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -33,7 +33,7 @@ Shown = tuple[str, str, int]  # reasoning, text, completion tokens
 
 
 class Doors:
-    """Every way to ask for one answer as a stream."""
+    """One answer, requested as a stream in every API."""
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
@@ -128,7 +128,8 @@ _found: list[int] = []
 
 
 async def thoughtful(doors: Doors) -> int:
-    """A seed with which the model thinks for a while and then answers. Looked for once: every test has this model."""
+    """A seed with which the model reasons for a while and then answers. Searched for once, because all tests have this
+    model."""
     for seed in _found or range(120, 320):  # 127, with the bits of today's operators
         answer = await doors.cluster.client.generate(messages=MESSAGES, **options(seed))
         after = answer.receipt.completion_tokens - answer.receipt.reasoning_tokens
@@ -139,7 +140,7 @@ async def thoughtful(doors: Doors) -> int:
 
 
 async def raw(doors: Doors, seed: int) -> Completion:
-    """The same answer, as the model writes it."""
+    """The same answer as the model writes it."""
     message = generation_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(**options(seed)))
     message.chat.raw = True
     message.chat.messages.add(role="user", content=QUESTION.encode())
@@ -147,7 +148,7 @@ async def raw(doors: Doors, seed: int) -> Completion:
 
 
 async def test_every_door_tells_reasoning_from_the_answer(doors: Any) -> None:
-    """Together they are what the model wrote, but for the marker. With thinking turned off there is none."""
+    """Together they are what the model wrote, without the marker. With reasoning switched off there is none."""
     async with doors() as it:
         seed = await thoughtful(it)
         answer = await it.cluster.client.generate(messages=MESSAGES, **options(seed))
@@ -168,7 +169,7 @@ async def test_every_door_tells_reasoning_from_the_answer(doors: Any) -> None:
 
 
 async def test_a_worker_that_goes_away_in_the_middle_of_reasoning_changes_no_event(doors: Any) -> None:
-    """On any door, and for a job."""
+    """This holds in every API, and for a job."""
     async with doors(decode=2) as it:
         seed = await thoughtful(it)
         undisturbed = {name: await ask for name, ask in it.all(seed).items()}
@@ -215,14 +216,14 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 async def test_a_grammar_begins_where_the_reasoning_ends(doors: Any) -> None:
-    """The reasoning is free, and what follows fits; so does a whole answer without reasoning."""
+    """The reasoning is free, and what follows fits; so does an answer without reasoning."""
     async with doors(reasoning_format=f"<think> {MARKER}") as it:
         (marker,) = (await it.http.post("/tokenize", json={"prompt": MARKER, "add_special_tokens": False})).json()[
             "tokens"
         ]
         lengths = set()
         for seed in range(6):
-            asked = {**WANTED, "seed": seed, "logit_bias": {str(marker): 12.0}}  # or the model would never write it
+            asked = {**WANTED, "seed": seed, "logit_bias": {str(marker): 12.0}}  # otherwise never written
             answer = (await it.http.post("/v1/chat/completions", json=asked)).json()
             message = answer["choices"][0]["message"]
             assert isinstance(json.loads(message["content"])["ok"], bool)
@@ -234,7 +235,7 @@ async def test_a_grammar_begins_where_the_reasoning_ends(doors: Any) -> None:
 
 
 async def test_a_grammar_after_reasoning_whose_end_is_no_token_is_refused(doors: Any) -> None:
-    """Where it begins could not be told. Without reasoning it holds."""
+    """The position of its beginning would be unknown. Without reasoning the grammar applies."""
     async with doors() as it:
         refused = await it.http.post("/v1/chat/completions", json=WANTED)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")

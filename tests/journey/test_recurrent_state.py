@@ -1,5 +1,5 @@
-"""Models with recurrent layers through prefill and decode: the state moves under the ticket, the fence and the digest
-of the KV, and nothing runs on a state that is not provably the sequence's own."""
+"""Models with recurrent layers through prefill and decode: the state moves under the same ticket, fence and digests as
+the KV, and no sequence runs with a state that is not provably its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.waiting import until
 
 NEW = 16
 SETTINGS: dict[str, Any] = {"transport": "nixl", "dtype": "float32"}
-# Other kinds are in test_families: a state of one block, and of several; no attention, so blocks without content.
+# Other kinds are in test_families: states of one block and of several; no attention, so blocks without content.
 FAMILIES = ("qwen3-next", "falcon-h1", "mamba2")
 
 
@@ -57,7 +57,7 @@ async def ask(cluster: Any, prompt: list[int], **options: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable[[str], Path], family: str) -> None:
     """Many prompts at once, in chunks, then the same ones again, whose KV the decode worker has: only the rest and the
-    state are moved, and of a model without KV the state alone."""
+    state move, and of a model without KV only the state."""
     folder = hybrid(family)
     prompts = oracle.prompts(folder, [1, 7, 8, 9, 40, 64, 65, 150])
     wanted = [oracle.greedy(folder, prompt, NEW) for prompt in prompts]  # not on the cluster's event loop
@@ -98,8 +98,8 @@ async def test_a_prompt_that_is_computed_where_it_decodes(inside: Any, hybrid: C
 async def test_the_router_expects_what_a_worker_can_resume(
     inside: Any, hybrid: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a conversation's next prompt: what is before the last copy of the state, though the worker has further blocks
-    of KV, which is what the router expects in the control."""
+    """Of a conversation's next prompt the router expects only the tokens before the last snapshot, though the worker
+    has further blocks of KV, which the router expects in the control."""
     folder = hybrid("qwen3-next")
     (prompt,) = oracle.prompts(folder, [50])
     async with inside(model=str(folder), prefill=0, **SETTINGS) as cluster:
@@ -120,7 +120,7 @@ def folder(hybrid: Callable[[str], Path]) -> Path:
 
 
 def scramble_state(running: list[Any]) -> Callable[[Harm, Peer, Seq[tuple[int, int]]], None]:
-    """Once, of the copy that has just been read."""
+    """Changes, once, the copy that has just been read."""
     done: list[int] = []
 
     def act(harm: Harm, peer: Peer, pairs: Seq[tuple[int, int]]) -> None:
@@ -136,7 +136,7 @@ def scramble_state(running: list[Any]) -> Callable[[Harm, Peer, Seq[tuple[int, i
 
 
 async def test_a_byte_of_the_state_that_changes_on_the_way_is_noticed(inside: Any, folder: Path) -> None:
-    """By its digest; the second attempt gives the right tokens."""
+    """The digest detects it; the second attempt gives the right tokens."""
     running: list[Any] = []
     (prompt,) = oracle.prompts(folder, [50])
     async with inside(model=str(folder), wrap=harming({}, after=scramble_state(running)), **SETTINGS) as cluster:
@@ -151,7 +151,7 @@ async def test_a_byte_of_the_state_that_changes_on_the_way_is_noticed(inside: An
 async def test_control_without_the_digest_a_wrong_state_goes_through(
     inside: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same fault: one attempt, status OK, wrong tokens."""
+    """Control: the same fault gives one attempt, status OK and wrong tokens."""
     monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     running: list[Any] = []
     (prompt,) = oracle.prompts(folder, [50])
@@ -166,7 +166,7 @@ async def test_control_without_the_digest_a_wrong_state_goes_through(
 async def test_a_state_that_is_not_this_sequences_own_never_commits(
     inside: Any, folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill worker leaves it out, offers that of another position, or mixes it up with a block of KV."""
+    """The prefill worker omits it, offers that of another position, or confuses it with a block of KV."""
     announce, done = Sender.announce, list[int]()
 
     def wrong(self: Sender, ticket: Ticket, offers: Seq[Offer]) -> Any:
@@ -201,7 +201,7 @@ async def test_a_state_that_is_not_this_sequences_own_never_commits(
 async def test_control_a_state_of_one_token_less_gives_other_tokens(
     inside: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the digest cannot see, because the source itself is wrong: the tokens of these models do show it."""
+    """The digest cannot detect this, because the source itself is wrong, but the tokens of these models show it."""
     commit = SequenceStates.commit
     before: dict[int, list[torch.Tensor]] = {}
 
@@ -226,7 +226,7 @@ async def test_control_a_state_of_one_token_less_gives_other_tokens(
 async def test_states_that_the_source_gave_up_during_the_read_are_never_used(
     inside: Any, folder: Path, books: list[Sender]
 ) -> None:
-    """As blocks of KV."""
+    """As with blocks of KV."""
     running: list[Any] = []
     fired: list[int] = []
 
@@ -247,8 +247,8 @@ async def test_states_that_the_source_gave_up_during_the_read_are_never_used(
 
 
 async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: Path) -> None:
-    """Where blocks are few, the youngest lose theirs and their state, and compute both again; further answers to a
-    prompt compute it anew, or from a snapshot."""
+    """With few blocks, the youngest sequences lose their blocks and states, and compute both again; further answers to
+    a prompt compute it anew, or from a snapshot."""
     prompts = oracle.prompts(folder, [40, 41, 42, 43, 44, 45])
     wanted = [oracle.greedy(folder, prompt, 80) for prompt in prompts]  # not on the cluster's event loop
     async with inside(model=str(folder), kv_blocks=44, **SETTINGS) as cluster:
@@ -267,9 +267,9 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
 
 
 async def test_either_worker_dies_mid_stream(folder: Path) -> None:
-    """SIGKILL of a decode worker: its streams and jobs go on at another one, which gets KV and state of all tokens so
-    far. Then of the prefill worker, when only the first blocks of long prompts have moved: they are computed again. The
-    tokens are the same."""
+    """After SIGKILL of a decode worker its streams and jobs continue on another one, which gets KV and state of all
+    tokens so far. Then the prefill worker is killed when only the first blocks of long prompts have moved: they are
+    computed again. The tokens are the same."""
     short, long = oracle.prompts(folder, [20, 33, 48, 7]), oracle.prompts(folder, [9, 12, 300, 320])
     with LocalCluster(
         folder, decode=2, step_s=0.1, block_size=8, dtype="float32", max_num_batched_tokens=16, max_num_seqs=8
@@ -309,7 +309,7 @@ async def test_either_worker_dies_mid_stream(folder: Path) -> None:
 
 
 async def test_a_role_switch_keeps_the_snapshots_and_no_state(inside: Any, folder: Path) -> None:
-    """The engine of a prefill worker becomes a decode worker's: no slot is held, and its snapshots still serve."""
+    """The engine of a prefill worker becomes a decode worker's: no slot is held, and its snapshots are still used."""
     (prompt,) = oracle.prompts(folder, [50])
     async with inside(model=str(folder), **SETTINGS) as cluster:
         await ask(cluster, prompt)

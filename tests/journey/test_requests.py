@@ -1,4 +1,5 @@
-"""What a client may rely on for each request: ends, deadlines, room, receipts, refusals, and the same tokens again."""
+"""What a client may rely on for each request: ends, deadlines, capacity, receipts, refusals, and reproducible
+tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ async def collect(stream: Any, pieces: list[Any]) -> None:
 async def test_a_client_that_disconnects_frees_every_block_on_both_sides_within_a_second(
     inside: Any, tiny: Path, phase: str
 ) -> None:
-    """Sixteen streams cut while their KV moves, or while they generate: nothing is held a second later."""
+    """Sixteen streams are cut while their KV moves, or while they generate: nothing is held a second later."""
     go = asyncio.Event()
     if phase == "decode":
         go.set()
@@ -61,7 +62,7 @@ async def test_a_client_that_disconnects_frees_every_block_on_both_sides_within_
 
 
 async def test_a_deadline_ends_the_request_everywhere(inside: Any, tiny: Path) -> None:
-    """DEADLINE_EXCEEDED at the client, and every block free on both sides within a second."""
+    """The client gets DEADLINE_EXCEEDED, and every block is free on both sides within a second."""
     go = asyncio.Event()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     async with inside(wrap=wrap) as cluster:
@@ -74,7 +75,7 @@ async def test_a_deadline_ends_the_request_everywhere(inside: Any, tiny: Path) -
 
 
 async def test_the_receipts_phases_add_up_to_the_time_to_first_token(inside: Any, tiny: Path) -> None:
-    """Their sum is the router's TTFT exactly, and the client's within 5 ms or 5 %: in the median, because client and
+    """Their sum equals the router's TTFT exactly, and the client's within 5 ms or 5 % in the median, because client and
     server share this process and its cores."""
     beyond: list[float] = []
     async with inside() as cluster:
@@ -94,7 +95,7 @@ async def test_the_receipts_phases_add_up_to_the_time_to_first_token(inside: Any
 async def test_without_a_prefill_worker_the_decode_worker_prefills_and_the_receipt_says_so(
     inside: Any, tiny: Path
 ) -> None:
-    """The same tokens, path local, and the reason in words."""
+    """The tokens are the same, the path is local, and the receipt has the reason."""
     prompt = oracle.prompts(tiny, [150])[0]
     async with inside(prefill=0) as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
@@ -115,7 +116,7 @@ async def test_without_a_prefill_worker_the_decode_worker_prefills_and_the_recei
 async def test_only_a_request_that_must_begin_alone_waits_until_that_is_sent(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait of a minute here. The control: a request that begins alone does wait."""
+    """The wait is a minute here. In the control, a request that begins alone does wait."""
     monkeypatch.setattr("services.decode.servicer.SENT_S", 60.0)
     prompt = oracle.prompts(tiny, [20])[0]
     async with inside(prefill=0) as cluster:
@@ -130,7 +131,7 @@ async def test_only_a_request_that_must_begin_alone_waits_until_that_is_sent(
 
 
 async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside: Any, tiny: Path) -> None:
-    """A burst of long prompts uses both workers, each receipt says why, and the tokens are those of the oracle."""
+    """A burst of long prompts uses both workers, each receipt has the reason, and the tokens are right."""
     prompts = oracle.prompts(tiny, [180] * 8)
     async with inside(local_prefill="measured", kv_blocks=512) as cluster:
         slow_down(cluster.workers["prefill-0"])  # the first prompts are not computed before the last is placed
@@ -145,7 +146,7 @@ async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside:
 
 
 async def test_the_router_counts_the_requests_in_progress(inside: Any, tiny: Path) -> None:
-    """`tandem workers` shows them while they run, and none after a finished, a cancelled or a refused one."""
+    """`tandem workers` shows requests while they run, and none after they have finished, were cancelled or refused."""
     go = asyncio.Event()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     prompt = oracle.prompts(tiny, [40])[0]
@@ -193,7 +194,7 @@ async def test_room_is_reserved_before_prefill_starts(inside: Any, tiny: Path) -
 
 
 async def test_who_waits_too_long_for_room_is_told_when_to_come_back(inside: Any, tiny: Path) -> None:
-    """RESOURCE_EXHAUSTED with a retry delay, and the request before it is not disturbed."""
+    """The request gets RESOURCE_EXHAUSTED with a retry delay, and the one before it is not affected."""
     go = asyncio.Event()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     prompt = oracle.prompts(tiny, [40])[0]
@@ -208,7 +209,7 @@ async def test_who_waits_too_long_for_room_is_told_when_to_come_back(inside: Any
 
 
 async def test_a_preempted_stream_loses_nothing(inside: Any, tiny: Path) -> None:
-    """With too few blocks for all, streams are preempted and still give exactly their tokens."""
+    """With too few blocks for all, streams are preempted and still return exactly their tokens."""
     prompts = oracle.prompts(tiny, [20] * 6)
     async with inside(kv_blocks=60) as cluster:
         together(cluster.workers["decode-0"], 4)  # which end with 72 blocks
@@ -221,7 +222,8 @@ async def test_a_preempted_stream_loses_nothing(inside: Any, tiny: Path) -> None
 
 
 async def test_a_sampled_stream_is_a_function_of_its_seed(inside: Any, tiny: Path) -> None:
-    """The same seed gives the same tokens, disaggregated or local, alone or among others; another seed others."""
+    """The same seed gives the same tokens with remote or local prefill, alone or with others; another seed gives
+    others."""
     prompt = oracle.prompts(tiny, [30])[0]
     options = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "ignore_eos": True}
     async with inside() as cluster:
@@ -239,7 +241,7 @@ async def test_a_sampled_stream_is_a_function_of_its_seed(inside: Any, tiny: Pat
 
 
 async def test_tenants_share_no_cache(inside: Any, tiny: Path) -> None:
-    """A prompt cached under one salt is computed again under another, with the same tokens as result."""
+    """A prompt that is cached under one salt is computed again under another, with the same tokens."""
     prompt = oracle.prompts(tiny, [64])[0]
     async with inside() as cluster:
         ask = lambda salt: cluster.client.generate(prompt, max_tokens=4, cache_salt=salt, ignore_eos=True)  # noqa: E731
@@ -249,7 +251,7 @@ async def test_tenants_share_no_cache(inside: Any, tiny: Path) -> None:
 
 
 async def test_a_stop_token_ends_the_stream(inside: Any, tiny: Path) -> None:
-    """Also when it is the very first token, where nobody needs the KV; the source's blocks are free afterwards."""
+    """Also if it is the first token, for which no KV is needed; the source's blocks are free afterwards."""
     prompt = oracle.prompts(tiny, [30])[0]
     expected = oracle.greedy(tiny, prompt, NEW)
     async with inside() as cluster:
@@ -321,7 +323,7 @@ BAD: list[tuple[str, dict[str, Any], type[TandemError], str]] = [
 async def test_bad_input_is_refused_with_the_field_and_the_bound_before_anything_is_reserved(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every case gets its documented status within 100 ms, and no worker hears of it."""
+    """Every case gets its documented status within 100 ms, and no worker gets a request."""
     async with inside() as cluster:
         worker = cluster.workers["decode-0"]
         monkeypatch.setattr(worker.engine, "reserve", lambda *_: pytest.fail("a bad request reached a worker"))
@@ -347,7 +349,7 @@ async def test_bad_input_is_refused_with_the_field_and_the_bound_before_anything
 
 
 async def test_calls_that_are_wrong_before_any_field_is_read(inside: Any, tiny: Path) -> None:
-    """No such method or service, metadata without an end, a deadline that is over: gRPC's own statuses, and at once."""
+    """An unknown method or service, endless metadata, and an expired deadline get gRPC's own statuses at once."""
     prompt = oracle.prompts(tiny, [20])[0]
     good = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt))
     good.sampling.max_tokens = NEW
@@ -375,7 +377,8 @@ async def test_calls_that_are_wrong_before_any_field_is_read(inside: Any, tiny: 
 
 
 async def test_calls_that_are_opened_and_reset_leave_nothing(inside: Any, tiny: Path) -> None:
-    """Five hundred, each cancelled before it is answered or while it runs; who asks properly is served meanwhile."""
+    """Five hundred calls are each cancelled before they are answered or while they run; a valid request is served
+    meanwhile."""
     prompt = oracle.prompts(tiny, [20])[0]
     good = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)).SerializeToString()
     async with inside() as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
@@ -399,7 +402,7 @@ async def test_calls_that_are_opened_and_reset_leave_nothing(inside: Any, tiny: 
 
 
 async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside: Any, tiny: Path) -> None:
-    """Drain lets the stream on it end, and new requests go to the other worker."""
+    """Its stream runs to its end, and new requests go to the other worker."""
     prompts = oracle.prompts(tiny, [30, 30])
     async with inside(decode=2) as cluster:
         quick = [slow_down(cluster.workers[name], 0.05) for name in ("decode-0", "decode-1")]
@@ -420,7 +423,7 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
 
 
 async def test_a_callers_bug_does_not_reach_the_engine(inside: Any, tiny: Path) -> None:
-    """An internal request with impossible tokens is refused by the worker, and its streams go on."""
+    """The worker refuses an internal request with impossible tokens, and its streams continue."""
     async with inside() as cluster:
         channels = Channels()
         stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))

@@ -1,4 +1,4 @@
-"""The Responses API as its users drive it: the real `openai` package, several routers, and bodies that are refused."""
+"""The Responses API as its users use it: the real `openai` package, several routers, and refused bodies."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def door(inside: Any) -> Any:
 
 
 async def test_a_response_is_the_answer_of_a_chat(door: Any) -> None:
-    """Whole, streamed, and through the SDK's accumulator it has the tokens of gRPC; the usage is its usage."""
+    """Complete, streamed, and through the SDK's accumulator, it has gRPC's tokens and usage."""
     async with door() as (cluster, it):
         expected = await cluster.client.generate(messages=CHAT, temperature=0.0)
         assert expected.finish_reason == "stop"
@@ -96,8 +96,8 @@ async def test_a_response_is_the_answer_of_a_chat(door: Any) -> None:
 
 
 async def test_a_response_is_continued_on_any_router(door: Any) -> None:
-    """Its id stands for the conversation: the next answer is that of the whole chat, and the instructions are the new
-    ones. What is stored can be read and deleted; what came after it stays."""
+    """Its id stands for the conversation: the next answer is that of the whole chat, with the new instructions. What is
+    stored can be read and deleted; later responses stay."""
     async with door(routers=2) as (cluster, first, second):
         one = await first.openai.responses.create(input=QUESTION, instructions="Be short.", **GREEDY)
         two = await second.openai.responses.create(input="And heappush?", previous_response_id=one.id, **GREEDY)
@@ -131,7 +131,7 @@ async def test_a_response_is_continued_on_any_router(door: Any) -> None:
 
 
 async def test_an_id_that_is_unknown_is_named(door: Any) -> None:
-    """With OpenAI's code, before anything is generated; so is one that was not to be stored."""
+    """The error has OpenAI's code, before anything is generated; so has one for an id that was not to be stored."""
     async with door() as (_, it):
         gone = await it.openai.responses.create(input=QUESTION, store=False, max_output_tokens=1, **GREEDY)
         for unknown in (gone.id, "resp_1", "../jobs"):
@@ -144,7 +144,7 @@ async def test_an_id_that_is_unknown_is_named(door: Any) -> None:
 
 
 async def test_responses_belong_to_their_tenant(inside: Any, tmp_path: Path) -> None:
-    """Another tenant's id is unknown, to read, to continue, and to delete; without a key there is nothing."""
+    """Another tenant's id is unknown for reading, continuing and deleting; without a key every call is refused."""
     file = tmp_path / "keys"
     file.write_text(f"anna {ANNA}\nbob {BOB}\n")
     async with inside(model=str(DEMO), http_port=0, kv_blocks=1024, api_keys=file) as cluster:
@@ -166,7 +166,7 @@ async def test_responses_belong_to_their_tenant(inside: Any, tmp_path: Path) -> 
 
 
 async def test_a_schema_is_enforced_and_parsed(door: Any) -> None:
-    """`text_format` of the SDK, streamed or not."""
+    """By the SDK's `text_format`, streamed or not."""
 
     class Answer(pydantic.BaseModel):
         short: bool
@@ -181,7 +181,7 @@ async def test_a_schema_is_enforced_and_parsed(door: Any) -> None:
 
 
 async def test_log_probabilities_come_with_the_text(door: Any) -> None:
-    """`include` and `top_logprobs`: the numbers are gRPC's."""
+    """With `include` and `top_logprobs` the numbers equal gRPC's."""
     async with door() as (cluster, it):
         expected = await cluster.client.generate(messages=CHAT, temperature=0.0, max_tokens=6, logprobs=2)
         done = await it.openai.responses.create(
@@ -197,7 +197,7 @@ async def test_log_probabilities_come_with_the_text(door: Any) -> None:
 
 
 async def test_a_dead_decode_worker_changes_nothing_of_a_response(door: Any) -> None:
-    """The response goes on at its next token elsewhere, and is one response with one end."""
+    """The response continues at its next token elsewhere, and is one response with one end."""
     async with door(decode=2, max_attempts=8) as (cluster, it):
         expected = await cluster.client.generate(messages=CHAT, temperature=0.0)
         for worker in cluster.workers.values():
@@ -218,8 +218,8 @@ async def test_a_dead_decode_worker_changes_nothing_of_a_response(door: Any) -> 
 
 
 async def test_what_cannot_be_stored_is_not_said_to_be_complete(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the registry is away a response is refused before it is generated, or fails at its end; with `store` false
-    it is served."""
+    """While the registry does not answer, a response is refused before it is generated, or fails at its end; with
+    `store` false it is served."""
 
     async def away(*_: Any) -> None:
         raise Unavailable("the registry does not answer", reason="REGISTRY_UNREACHABLE", retry_after=1.0)
@@ -268,7 +268,7 @@ BAD: list[tuple[Any, int, str]] = [
 
 
 async def test_bad_bodies_are_refused_by_the_name_of_the_field(door: Any) -> None:
-    """Nothing is reserved for them, and the status is the one of the documents."""
+    """Nothing is reserved for them, and the status is the documented one."""
     async with door() as (cluster, it):
         for body, status, param in BAD:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -307,7 +307,7 @@ async def test_a_client_that_leaves_stores_nothing_and_frees_its_blocks(door: An
 
 
 async def test_many_responses_at_once_are_all_stored(door: Any) -> None:
-    """Each under its own id, with few connections to the registry."""
+    """Each is stored under its own id, with few connections to the registry."""
     async with door() as (_, it):
         made = await asyncio.gather(
             *(it.openai.responses.create(input=f"{number}", max_output_tokens=2, **GREEDY) for number in range(24))
@@ -318,7 +318,7 @@ async def test_many_responses_at_once_are_all_stored(door: Any) -> None:
 
 
 async def test_a_call_is_an_item_and_its_output_continues_the_conversation(door: Any, tmp_path: Path) -> None:
-    """As an agent does it: a forced call, streamed or not, of a function, a free-form tool, and a tool of a namespace;
+    """As an agent does: a forced call, streamed or not, of a function, a free-form tool, and a tool of a namespace;
     then the outputs, under the id of the response or with all items sent again."""
     arguments = {"type": "object", "properties": {"peak": {"enum": ["Eiger"]}}, "required": ["peak"]}
     height = {"type": "function", "name": "height", "parameters": arguments, "strict": True}

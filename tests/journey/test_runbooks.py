@@ -1,4 +1,4 @@
-"""What a runbook says to run, runs: on a cluster with keys, TLS at the router and inside, and a token."""
+"""The commands of the runbooks run, on a cluster with keys, TLS at the router and inside, and a token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACES = {
     "POD": f"{RELEASE}-decode-0",
 }
 IN_A_ROUTER = "kubectl exec deploy/$T-router -- "
-# Other objects of the namespace that a page asks for.
+# Other objects of the namespace that a page uses.
 KINDS = {"pods", "hpa", "scaledobject", "deploy"}
 
 
@@ -44,18 +44,18 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> str:
-        """With the names of this cluster in the places of the page's."""
+        """The command with the names of this cluster in place of the page's."""
         return re.sub("|".join(rf"\b{name}\b" for name in PLACES), lambda found: PLACES[found[0]], self.text)
 
 
 def commands(start: str) -> list[Command]:
-    """Of every page, each once: those of the section Look, and those in backticks."""
+    """The commands of every page, each once: those of the section Look, and those in backticks."""
     found: dict[str, Command] = {}
     for page in RUNBOOKS:
         text = page.read_text()
         quoted = re.findall(rf"`({start}(?: [^`\n]+)?)`", text)
         for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", text, re.MULTILINE), *quoted):
-            if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # which are only named
+            if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # only mentioned
                 found.setdefault(command, Command(page.name, command))
     return list(found.values())
 
@@ -106,7 +106,7 @@ def shell(tmp_path: Path) -> Any:
 
 
 async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: Any, tmp_path: Path, shell: Any) -> None:
-    """As it stands there, in a router's pod with an operator's key. Controls: without the key, and without the
+    """Each runs unchanged in a router's pod with an operator's key. Controls: without the key, and without the
     authority, the same command is refused."""
     pems = certificates.make(tmp_path, "ours")
     keys = tmp_path / "keys"
@@ -142,7 +142,7 @@ async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: A
         assert "decode-0" in done.stdout
         assert (keyless.returncode, plain.returncode, weak.returncode) == (1, 1, 1)
 
-        found = sorted(commands("tandem"), key=lambda one: " drain " in one.text)  # which ends a worker
+        found = sorted(commands("tandem"), key=lambda one: " drain " in one.text)  # a drain ends a worker
         assert {one.text.split()[1] for one in found} >= {"workers", "audit", "doctor", "explain", "drain", "plan"}
         for one in found:
             words = one.words.split()[1:]
@@ -152,7 +152,7 @@ async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: A
 
 
 def test_every_kubectl_command_names_what_the_chart_has(shell: Any) -> None:
-    """Deployments, labels, containers. Controls: a name, a label, a container and a kind that there are not."""
+    """Deployments, labels and containers exist. Controls: an unknown name, label, container and kind."""
     found = commands("kubectl")
     assert len(found) > 10
     for one in found:
@@ -169,7 +169,7 @@ def test_every_kubectl_command_names_what_the_chart_has(shell: Any) -> None:
 
 
 def test_every_query_of_the_runbooks_asks_for_what_is_counted() -> None:
-    """By name and label, and parsed as Prometheus parses it."""
+    """Metrics and labels exist, and the query is parsed as by Prometheus."""
     found = list(queries())
     assert len(found) > 10
     for one in found:

@@ -1,5 +1,5 @@
-"""Penalties, bias, min_tokens and log probabilities through the whole path: what a token is depends on the request and
-its tokens so far, never on who computes it or how often somebody died."""
+"""Penalties, bias, min_tokens and log probabilities through the whole path: a token depends on the request and its
+tokens so far, never on the worker that computes it or on how many have died."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = 80
 
 
 def options(prompt: list[int], **changes: Any) -> dict[str, Any]:
-    """Everything on. The stop token is pushed so hard that only min_tokens keeps it away."""
+    """Every option. The stop token's bias is so high that only min_tokens prevents it."""
     return {
         "max_tokens": NEW,
         "temperature": 0.9,
@@ -40,7 +40,7 @@ def options(prompt: list[int], **changes: Any) -> dict[str, Any]:
 
 
 def check(done: Any, expected: Any) -> None:
-    """The same tokens exactly, and the same log probabilities but for the order of additions."""
+    """Compares the tokens exactly, and the log probabilities up to the order of sums."""
     assert done.token_ids == expected.token_ids
     assert done.finish_reason == expected.finish_reason == "stop"
     assert len(done.token_ids) == NEW - 9, "min_tokens, and then the stop token"
@@ -51,7 +51,7 @@ def check(done: Any, expected: Any) -> None:
 
 
 def check_logprobs(done: Any, folder: Path, prompt: list[int], top: int) -> None:
-    """They are log_softmax of the logits that transformers computes."""
+    """Compares them with log_softmax of transformers' logits."""
     expected = oracle.logits(folder, prompt + done.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
     assert [one.token_id for one in done.logprobs] == done.token_ids
     for place, one in enumerate(done.logprobs):
@@ -63,7 +63,7 @@ def check_logprobs(done: Any, folder: Path, prompt: list[int], top: int) -> None
 
 
 async def test_disaggregated_and_local_give_the_same(inside: Any, tiny: Path) -> None:
-    """With everything on, alone and among others; the log probabilities are those of transformers."""
+    """With every option, alone and with others; the log probabilities equal those of transformers."""
     prompts = oracle.prompts(tiny, [30, 50, 41])
     async with inside() as cluster:
         alone = [await cluster.client.generate(prompt, **options(prompt)) for prompt in prompts]
@@ -85,7 +85,7 @@ async def test_disaggregated_and_local_give_the_same(inside: Any, tiny: Path) ->
 
 
 async def test_a_corrupted_transfer_changes_nothing(inside: Any, tiny: Path) -> None:
-    """The request is placed again with its first token as part of the prompt, and counts it as generated."""
+    """The request is placed again with its first token as part of the prompt, which still counts as generated."""
     prompt = oracle.prompts(tiny, [50])[0]
     harms: list[Harm] = []
 
@@ -105,7 +105,7 @@ async def test_a_corrupted_transfer_changes_nothing(inside: Any, tiny: Path) -> 
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside: Any, tiny: Path, prefill: int) -> None:
-    """The other one goes on with the same counts, the same random numbers and the same min_tokens."""
+    """The other worker continues with the same counts, the same random numbers and the same min_tokens."""
     prompts = oracle.prompts(tiny, [30, 44, 37, 51])
     async with inside(prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(prompt, **options(prompt)) for prompt in prompts]
@@ -137,7 +137,7 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
 
 
 async def test_preempted_streams_change_nothing(inside: Any, tiny: Path) -> None:
-    """With too few blocks for all of them, each still gives what it gives alone."""
+    """With too few blocks for all of them, each still returns the same tokens as alone."""
     prompts = oracle.prompts(tiny, [20] * 6)
     how = {"min_tokens": 120, "max_tokens": 120, "temperature": 0.8}
     async with inside(kv_blocks=60) as cluster:
@@ -153,7 +153,7 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path) -> None
 
 
 async def test_greedy_follows_the_adjusted_logits(inside: Any, tiny: Path) -> None:
-    """Step by step what transformers' logits and the definitions give, from the first token on."""
+    """Each token follows from transformers' logits and the definitions, from the first one on."""
     prompt = oracle.prompts(tiny, [30])[0]
     bias = {prompt[3]: 1.5, 17: -100.0}
     expected = list(prompt)
@@ -185,7 +185,8 @@ async def test_greedy_follows_the_adjusted_logits(inside: Any, tiny: Path) -> No
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_min_tokens_keeps_the_end_away(inside: Any, tiny: Path, tmp_path: Path, prefill: int) -> None:
-    """Neither the model's end-of-sequence token nor the client's stop tokens come before; the first token included."""
+    """Before min_tokens neither the model's end-of-sequence token nor the client's stop tokens appear, the first token
+    included."""
     prompt = oracle.prompts(tiny, [30])[0]
     first, *_, later = oracle.greedy(tiny, prompt, 3)
     folder = tmp_path / "with-eos"
@@ -207,7 +208,7 @@ async def test_min_tokens_keeps_the_end_away(inside: Any, tiny: Path, tmp_path: 
 
 
 async def test_bounds_are_served(inside: Any, tiny: Path) -> None:
-    """The largest and smallest allowed values give a whole answer."""
+    """The largest and smallest allowed values give a complete answer."""
     prompt = oracle.prompts(tiny, [30])[0]
     extremes: list[dict[str, Any]] = [
         {"repetition_penalty": 5e-324, "temperature": 1.0},

@@ -1,4 +1,4 @@
-"""Several models behind one router: each with its own workers, KV, queue and adapters; none answers for another."""
+"""Several models at one router, each with its own workers, KV, queue and adapters; none answers for another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two of one shape and vocabulary: the workers of one could compute for the other, and the tokens would differ."""
+    """Two models with one shape and vocabulary: the workers of one could compute for the other, with other tokens."""
     other = tmp_path_factory.mktemp("other")
     make_checkpoint(other, "tiny-llama", seed=7, dtype="float32")
     return {"one": tiny, "two": other}
@@ -57,13 +57,13 @@ async def batch_when(
 async def test_each_model_answers_with_its_own_tokens_from_its_own_workers(
     inside: Any, models: dict[str, Path]
 ) -> None:
-    """Many requests to both at once, over gRPC and HTTP: the tokens are each model's, the workers too."""
+    """With many concurrent requests to both, over gRPC and HTTP, tokens and workers are those of each model."""
     async with inside(models=of(models), http_port=0) as cluster:
         prompts = oracle.prompts(models["one"], [20, 35, 50])
         wanted = {
             (name, at): oracle.greedy(models[name], prompt, NEW) for name in models for at, prompt in enumerate(prompts)
         }
-        assert wanted["one", 0] != wanted["two", 0]  # otherwise nothing would be shown
+        assert wanted["one", 0] != wanted["two", 0]  # otherwise the test would prove nothing
 
         async def ask(name: str, at: int) -> None:
             answer = await cluster.client.generate(prompts[at], model=name, max_tokens=NEW, ignore_eos=True)
@@ -94,14 +94,14 @@ async def test_each_model_answers_with_its_own_tokens_from_its_own_workers(
 async def test_control_in_one_cluster_the_models_would_answer_for_each_other(
     inside: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pools are apart because their clusters in the registry are: with one name for all they are not."""
+    """Control: with one registry name for both models, their pools are not separate."""
     own = model_settings._own
 
     def shared(settings: Settings, name: str, given: dict[str, Any]) -> Settings:
         return own(settings, name, given).model_copy(update={"cluster": settings.cluster})
 
     monkeypatch.setattr(model_settings, "_own", shared)
-    monkeypatch.setattr(model_settings, "_check_pools", lambda models: None)  # which refuses it
+    monkeypatch.setattr(model_settings, "_check_pools", lambda models: None)  # this check refuses it
     monkeypatch.setattr("tests.journey.conftest.Inside.seen", lambda *_: asyncio.sleep(0.5))
     async with inside(models=of(models)) as cluster:
         prompts = oracle.prompts(models["one"], [20] * 8)
@@ -110,7 +110,7 @@ async def test_control_in_one_cluster_the_models_would_answer_for_each_other(
 
 
 async def test_a_request_names_a_model_that_there_is(inside: Any, models: dict[str, Path]) -> None:
-    """By any of its names; an unknown one is refused with the list, and so is a request without one."""
+    """Any of a model's names is accepted; an unknown one is refused with the list, and so is a request without one."""
     async with inside(models=of(models, two={"served_model_name": "big,huge"}), http_port=0) as cluster:
         info = await cluster.client.model_info()
         assert (info.model, info.models) == ("one", ["one", "big"])
@@ -143,7 +143,7 @@ async def test_a_request_names_a_model_that_there_is(inside: Any, models: dict[s
 
 
 async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str, Path]) -> None:
-    """Its queue is its own, and so are its places."""
+    """Each model has its own queue and places."""
     async with inside(models=of(models, one={"max_num_seqs": 1})) as cluster:
         slow_down(cluster.workers["one/decode-0"], 0.02)
         prompt = oracle.prompts(models["one"], [20])[0]
@@ -164,8 +164,8 @@ async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str
 async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
     inside: Any, models: dict[str, Path]
 ) -> None:
-    """As after its pools were scaled to zero; when they are back it serves again. A batch with lines to both answers
-    those to the other meanwhile, and the rest then."""
+    """As after its pools were scaled to zero; when they are back it serves again. A batch with lines for both answers
+    those for the other meanwhile, and the rest then."""
     async with inside(models=of(models), queue_timeout_s=0.5, http_port=0) as cluster:
         prompt = oracle.prompts(models["one"], [20])[0]
         tokens = {name: oracle.greedy(models[name], prompt, NEW) for name in models}
@@ -183,7 +183,7 @@ async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
         async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
             assert (await http.get("/health")).status_code == 200
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-            asked = [{**body, "model": name} for name in ("one",) * 10 + ("two",) * 10]  # more than are run at once
+            asked = [{**body, "model": name} for name in ("one",) * 10 + ("two",) * 10]  # more than run at once
             batch = await batch_of(http, asked)
             batch = await batch_when(http, batch, lambda now: now["request_counts"]["completed"] >= 10)
             assert batch["request_counts"]["completed"] == 10
@@ -220,7 +220,7 @@ async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, mod
 async def test_an_adapter_is_loaded_for_one_model_under_load(
     inside: Any, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """No request to either model fails meanwhile, and the other model has no such adapter."""
+    """No request to either model fails meanwhile, and the other model does not have the adapter."""
     make_adapter(tmp_path / "red", models["two"], seed=1, rank=4)
     merged = oracle.merged(models["two"], tmp_path / "red", tmp_path / "merged")
     async with inside(models=of(models, two={"adapter_root": str(tmp_path)})) as cluster:

@@ -1,5 +1,5 @@
-"""Speculative decoding through the whole path: every answer is the one without it. Who dies on the way is in
-test_kill.py."""
+"""Speculative decoding through the whole path: every answer equals the one without it. test_kill.py kills workers
+meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody drafts as much as they may, whatever it costs here."""
+    """Every sequence drafts as many tokens as permitted, whatever their price."""
     monkeypatch.setattr(engine.decoding.speculative, "worth", lambda chance, fixed, each, most: most)
 
 
@@ -37,8 +37,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_answers_are_those_without_drafts(
     inside: Any, tiny: Path, similar: Path, always: None, prefill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, and with every sampling option on, together and split or local; the receipt counts the drafts. With the
-    check of drafts switched off the answers are others."""
+    """Greedy, and with every sampling option, at once, with remote and local prefill; the receipt counts the drafts.
+    With the verification of drafts switched off the answers differ."""
     prompts = oracle.prompts(tiny, [30, 50, 41])
 
     async def ask(cluster: Any) -> list[Any]:
@@ -96,7 +96,7 @@ async def test_prompt_lookup_needs_no_second_model(inside: Any, tiny: Path, alwa
 
 
 async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar: Path, always: None) -> None:
-    """With too few blocks for all of them, drafts included, each still gives what it gives alone."""
+    """With too few blocks for all of them, drafts included, each still returns the same tokens as alone."""
     prompts = oracle.prompts(tiny, [20] * 6)
     async with inside(kv_blocks=60, speculation="draft", draft_model=str(similar)) as cluster:
         together(cluster.workers["decode-0"], 4)  # which end with 72 blocks
@@ -110,7 +110,8 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar
 
 
 async def test_a_draft_model_with_another_vocabulary_is_refused(inside: Any, tiny: Path, tmp_path: Path) -> None:
-    """A draft is a token id; ids of another vocabulary mean something else. Prefill workers load no draft model."""
+    """A draft is a token id, and ids of another vocabulary have another meaning. Prefill workers load no draft
+    model."""
     from loadtest.harness.random_checkpoints import make_checkpoint
 
     other = make_checkpoint(tmp_path / "other", "tiny-llama", dtype="float32", vocab_size=200)

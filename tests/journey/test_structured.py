@@ -1,4 +1,4 @@
-"""Grammars and stop strings through the whole path: the text fits, whoever computes it and whoever dies."""
+"""Grammars and stop strings through the whole path: the text fits, whichever worker computes it and whichever dies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 async def test_text_fits_its_grammar(inside: Any) -> None:
-    """Every kind, greedy and sampled, alone and in one batch with plain requests, which it does not change."""
+    """Every kind, greedy and sampled, alone and in one batch with plain requests, which do not change."""
     kinds: list[tuple[dict[str, Any], Any]] = [
         ({"regex": LETTERS}, lambda text: re.fullmatch(LETTERS, text)),
         ({"choice": ["yes", "no", 'maybe "so"']}, lambda text: text in ("yes", "no", 'maybe "so"')),
@@ -67,7 +67,7 @@ async def test_text_fits_its_grammar(inside: Any) -> None:
 
 
 async def test_without_the_masks_the_text_does_not_fit(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: nothing but the masks makes it fit."""
+    """Control: only the masks make the text fit."""
     monkeypatch.setattr(engine.engine.Masks, "begin", lambda *_: None)
     async with inside(model=DEMO) as cluster:
         done = await cluster.client.generate(PROMPTS[0], **options())
@@ -75,7 +75,7 @@ async def test_without_the_masks_the_text_does_not_fit(inside: Any, monkeypatch:
 
 
 async def test_disaggregated_local_and_in_a_crowd_give_the_same(inside: Any) -> None:
-    """The first token is chosen on the prefill worker, the others on the decode worker: one grammar, one text."""
+    """The first token is chosen on the prefill worker, the others on the decode worker, under one grammar."""
     async with inside(model=DEMO) as cluster:
         alone = [await cluster.client.generate(prompt, **options()) for prompt in PROMPTS]
         crowd = await asyncio.gather(*(cluster.client.generate(prompt, **options()) for prompt in PROMPTS))
@@ -89,7 +89,7 @@ async def test_disaggregated_local_and_in_a_crowd_give_the_same(inside: Any) -> 
 
 
 async def test_a_corrupted_transfer_changes_nothing(inside: Any) -> None:
-    """Placed again with the first token as part of the prompt, which the grammar matches again."""
+    """The request is placed again with the first token as part of the prompt, which the grammar matches again."""
     harms: list[Harm] = []
 
     def wrap(inner: Any, who: str) -> Any:
@@ -107,8 +107,8 @@ async def test_a_corrupted_transfer_changes_nothing(inside: Any) -> None:
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside: Any, prefill: int) -> None:
-    """Another one, which compiles the grammar anew and matches the tokens again, goes on with the same text; stop
-    strings and min_tokens go on, too."""
+    """Another worker compiles the grammar, matches the tokens again and continues the same text, with stop strings and
+    min_tokens."""
     hows = [options(), options(stop=["5"], min_tokens=30), options(grammar={"json_schema": SCHEMA}), options(seed=9)]
     async with inside(model=DEMO, prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(p, **how) for p, how in zip(PROMPTS, hows, strict=True)]
@@ -136,8 +136,8 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
 
 
 async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: Any, tmp_path: Path) -> None:
-    """Of a named tool, of any, or several calls: the other worker matches again what was written, and the call is the
-    one that it is undisturbed."""
+    """For a named tool, any tool, or several calls: the other worker matches the existing text again, and the call
+    equals the undisturbed one."""
     asked = [
         forced_call(seed=1, max_tokens=90),
         forced_call(seed=2, max_tokens=60, name=None, min_tokens=20),
@@ -173,7 +173,7 @@ async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: An
 
 
 async def test_preempted_streams_change_nothing(inside: Any) -> None:
-    """With too few blocks for all of them, each still gives what it gives alone."""
+    """With too few blocks for all of them, each still returns the same text as alone."""
     how = options(grammar={"regex": "[a-z ]{2000}"}, max_tokens=150)
     async with inside(model=DEMO, kv_blocks=50) as cluster:
         alone = [
@@ -224,7 +224,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 async def test_bad_ones_are_refused_with_the_field_and_the_bound_before_anything_is_reserved(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the router finds it or the worker that compiles: no block is taken, and good requests go on."""
+    """The router or the worker that compiles refuses: no block is taken, and valid requests continue."""
     async with inside(model=DEMO) as cluster:
         reserve = cluster.workers["decode-0"].engine.reserve
         monkeypatch.setattr(
@@ -241,7 +241,7 @@ async def test_bad_ones_are_refused_with_the_field_and_the_bound_before_anything
 
 
 async def test_a_model_without_a_tokenizer_has_no_text_to_fit(inside: Any, tiny: Path) -> None:
-    """Refused with the field, and token ids still served."""
+    """The refusal has the field, and token ids are still served."""
     async with inside() as cluster:
         for given in ({"grammar": {"regex": "a"}}, {"stop": "a"}):
             with pytest.raises(InvalidRequest) as caught:
@@ -258,7 +258,7 @@ DEAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_a_dead_end_ends_with_a_status_and_frees_everything(inside: Any, prefill: int) -> None:
-    """On the prefill worker (first token) and on the decode worker (later ones), beside streams that go on."""
+    """On the prefill worker (first token) and on the decode worker (later ones), while other streams continue."""
     async with inside(model=DEMO, prefill=prefill) as cluster:
         others = asyncio.gather(*(cluster.client.generate(prompt, **options()) for prompt in PROMPTS))
         for given, field in DEAD:
@@ -270,7 +270,7 @@ async def test_a_dead_end_ends_with_a_status_and_frees_everything(inside: Any, p
 
 
 async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose tokens take ever longer to match fails alone; streams beside it and after it are whole."""
+    """A grammar whose tokens take ever longer to match fails alone; concurrent and later streams are complete."""
     monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.1)
     monkeypatch.setattr(engine.decoding.structured_output, "REPLAY_CPU_S", 0.0)
     hostile = {"regex": "(a*)*(a*)*(aa|a)*(a|aa)*" * 8}
@@ -297,7 +297,8 @@ async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, mo
 async def test_a_worker_that_compiles_no_grammar_serves_all_other_requests(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request with a grammar goes elsewhere, or ends with the reason where all refuse it. Nobody else waits."""
+    """A request with a grammar goes elsewhere, or ends with the reason if all workers refuse it. No other request
+    waits."""
     async with inside(model=DEMO) as cluster:
         for name, path, attempts in (("prefill-0", "local", 2), ("decode-0", "", 0)):
             monkeypatch.setattr(cluster.workers[name].engine.grammars.left_behind, "count", lambda _: 3)
@@ -340,7 +341,8 @@ async def test_the_grammars_that_a_tenant_has_left_in_a_worker_are_its_own(
 
 
 async def test_stop_strings_cut_the_text_and_end_the_work(inside: Any) -> None:
-    """The text before the first of them, or with it; tokens up to the one that completes it; nothing held."""
+    """The text ends before the first stop string, or with it; tokens end with the one that completes it, and nothing
+    stays held."""
     async with inside(model=DEMO) as cluster:
         for prompt in PROMPTS:
             whole = await cluster.client.generate(prompt, max_tokens=60, ignore_eos=True, logprobs=2)

@@ -1,4 +1,4 @@
-"""A worker whose engine or transport hangs is found and leaves; its streams go on elsewhere with their tokens."""
+"""A worker whose engine or transport hangs is detected and ends; its streams continue elsewhere with their tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(tiny: Path) -> list[list[int]]:
 
 
 class Streams:
-    """Some streams at once; when each last moved."""
+    """Some concurrent streams, with the time at which each last received a token."""
 
     def __init__(self, cluster: Any, tiny: Path) -> None:
         self._cluster = cluster
@@ -85,7 +85,7 @@ async def health(worker: Worker) -> int:
 
 
 async def left(worker: Worker) -> TandemError:
-    """Why it ended."""
+    """Why the worker ended."""
     async with asyncio.timeout(60):
         try:
             await worker.wait()
@@ -114,7 +114,7 @@ async def test_a_hung_step_is_found_and_its_streams_go_on(inside: Any, tiny: Pat
 async def test_control_without_the_watchdog_its_streams_hang(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as anybody waits."""
+    """Control: the streams hang as long as the test waits."""
     monkeypatch.setattr(Watchdog, "start", lambda _: None)
     async with inside(decode=2, hung_step_s=HUNG_STEP_S) as cluster:
         streams = Streams(cluster, tiny)

@@ -1,5 +1,5 @@
-"""A cluster whose workers do not give equal bits: a lost stream goes on where they are equal, and the receipt says
-where they were not."""
+"""A cluster whose workers have different orders of sums: a lost stream continues where the order is the same, and the
+receipt says when it was not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sums(cluster: Any, **orders: str) -> None:
 
 
 async def known(cluster: Any) -> None:
-    """Until the router has a record of each worker's order."""
+    """Waits until the router has a record of each worker's order."""
     wanted = {name: worker.engine.model.sum_order for name, worker in cluster.workers.items()}
     async for records in cluster.router.models.first.pools.view.updates():
         if {name: record.sum_order for name, record in records.items() if name in wanted} == wanted:
@@ -28,7 +28,7 @@ async def known(cluster: Any) -> None:
 
 
 async def lose_a_stream(cluster: Any, patch: pytest.MonkeyPatch) -> Completion:
-    """The first decode worker, which an idle router takes, fails the stream in its middle."""
+    """The first decode worker, which an idle router chooses, fails the stream in the middle."""
     engine = cluster.workers["decode-0"].engine
     forward = engine.forward
 
@@ -49,7 +49,8 @@ async def lose_a_stream(cluster: Any, patch: pytest.MonkeyPatch) -> Completion:
 async def test_a_lost_stream_goes_on_with_a_worker_of_the_same_order(
     inside: Any, monkeypatch: pytest.MonkeyPatch, order: str, second: str
 ) -> None:
-    """And nothing is to be noted then. The control: of a worker whose order is not known, the next one takes it."""
+    """The receipt then has no note. In the control, where the lost worker's order is unknown, the next worker continues
+    it."""
     async with inside(decode=3) as cluster:
         sums(cluster, prefill_0=order, decode_0=order, decode_1="pairs", decode_2="tile32")
         await known(cluster)
@@ -61,7 +62,8 @@ async def test_a_lost_stream_goes_on_with_a_worker_of_the_same_order(
 async def test_a_stream_that_must_change_its_order_goes_on_and_says_so(
     inside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, on the only worker that is left; the receipt and the doctor name the setting that would have helped."""
+    """It continues at once on the only remaining worker; the receipt and the doctor name the setting that would have
+    helped."""
     async with inside(decode=2) as cluster:
         sums(cluster, prefill_0="tile32", decode_0="tile32", decode_1="pairs")
         await known(cluster)

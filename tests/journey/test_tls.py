@@ -1,4 +1,4 @@
-"""Encrypted calls: at the router, with and without certificates of clients, and inside the cluster."""
+"""Encrypted calls: at the router, with and without client certificates, and inside the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import certificates, oracle
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, ours and a stranger's; by each a certificate for this machine, the cluster and a client."""
+    """Two authorities, ours and a stranger's, each with a certificate for this machine, the cluster and a client."""
     return certificates.make(tmp_path_factory.mktemp("pems"), "ours", "strange")
 
 
@@ -42,7 +42,7 @@ async def served(cluster: Any, tls: Tls | None, prompt: list[int]) -> list[int]:
 
 
 async def test_a_client_knows_the_router_by_its_certificate(inside: Any, tiny: Path, pems: Path) -> None:
-    """Over gRPC and HTTP. Who trusts another authority, or does not encrypt, gets nothing."""
+    """Over gRPC and HTTP, a client that trusts another authority, or does not encrypt, cannot connect."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(**router(pems), http_port=0) as cluster:
         assert await served(cluster, Tls(pems / "ours.pem"), prompt) == oracle.greedy(tiny, prompt, 4)
@@ -58,7 +58,7 @@ async def test_a_client_knows_the_router_by_its_certificate(inside: Any, tiny: P
 
 
 async def test_a_router_may_ask_for_a_certificate(inside: Any, tiny: Path, pems: Path) -> None:
-    """None, or a stranger's, is not enough, over gRPC and HTTP."""
+    """No certificate, or a stranger's, is refused over gRPC and HTTP."""
     prompt, ours = oracle.prompts(tiny, [30])[0], pems / "ours.pem"
 
     def client(authority: str) -> tuple[Path, Path]:
@@ -82,7 +82,7 @@ async def test_a_router_may_ask_for_a_certificate(inside: Any, tiny: Path, pems:
 
 
 async def test_inside_nobody_is_answered_without_a_certificate(inside: Any, tiny: Path, pems: Path) -> None:
-    """The router and the decode worker show theirs, and requests cross both pools; strangers reach no handler."""
+    """The router and the decode worker present theirs, and requests cross both pools; strangers reach no handler."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(**inner(pems)) as cluster:
         done = await cluster.client.generate(prompt, max_tokens=8, ignore_eos=True)
@@ -105,7 +105,7 @@ async def test_inside_nobody_is_answered_without_a_certificate(inside: Any, tiny
 
 
 def test_half_of_a_pair_is_refused(pems: Path) -> None:
-    """Settings and clients say which part is missing; a file that is not there is named."""
+    """Settings and clients report which part is missing; a missing file is named."""
     with pytest.raises(SettingsError) as refused:
         load(model="m", tls_cert=pems / "ours-router.pem")
     assert refused.value.field == "tls_key"

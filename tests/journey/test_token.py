@@ -1,4 +1,4 @@
-"""A worker's port serves its own cluster: who does not show the token gets nothing, and nothing is reserved for it."""
+"""A worker serves only its own cluster: a call without the token is refused, and nothing is reserved for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TOKEN, OTHER = SecretStr("a-token-of-24-characters"), SecretStr("b-token-of-24-c
 
 
 def calls(decode: Any, prefill: Any, prompt: list[int]) -> dict[str, Callable[[], Any]]:
-    """Begins one call of each kind that a worker answers, with what a stranger who knows the contract would send."""
+    """Begins one call of each kind that a worker answers, with the content that a stranger who knows the protocol would
+    send."""
     asked = decode_pb2.DecodeRequest(
         request_id="r",
         attempt=1,
@@ -68,7 +69,7 @@ async def first(begin: Callable[[], Any]) -> Any:
 
 
 async def refusals(cluster: Any, token: SecretStr | None, prompt: list[int]) -> dict[str, bool]:
-    """Of each kind of call, whether it was refused for want of the token."""
+    """For each kind of call, whether it was refused because of the token."""
     channels, found = Channels(token), {}
     decode = channels.to(cluster.workers["decode-0"].address)
     prefill = channels.to(cluster.workers["prefill-0"].address)
@@ -80,7 +81,7 @@ async def refusals(cluster: Any, token: SecretStr | None, prompt: list[int]) -> 
         except grpc.aio.AioRpcError as error:
             failed = from_rpc(error)
             if not isinstance(failed, Unauthenticated) and failed.reason != "FEED_LOST" and name != "link":
-                raise  # these come after the guard
+                raise  # raised after the guard
             found[name] = isinstance(failed, Unauthenticated)
     await channels.close()
     return found
@@ -88,7 +89,7 @@ async def refusals(cluster: Any, token: SecretStr | None, prompt: list[int]) -> 
 
 @both_transports
 async def test_only_the_cluster_itself_is_served(inside: Any, tiny: Path) -> None:
-    """Without the token, or with another one, every call is refused; requests that come by the router are served."""
+    """Without the token, or with another one, every call is refused; requests through the router are served."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(cluster_token=TOKEN) as cluster:
         done = await cluster.client.generate(prompt, max_tokens=8, ignore_eos=True)
@@ -106,14 +107,14 @@ async def test_only_the_cluster_itself_is_served(inside: Any, tiny: Path) -> Non
 
 
 async def test_control_without_a_token_a_stranger_is_served(inside: Any, tiny: Path) -> None:
-    """So that the refusals above are the token's doing."""
+    """Control: the token causes the refusals above."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         assert set((await refusals(cluster, None, prompt)).values()) == {False}
 
 
 def test_a_worker_in_a_network_needs_a_token() -> None:
-    """And it must say by which address others call it."""
+    """It must also have the address at which others call it."""
     assert cluster_credentials.guard(Settings(model="m")) is None
     with pytest.raises(SettingsError) as refused:
         cluster_credentials.guard(Settings(model="m", host="0.0.0.0"))
@@ -122,7 +123,7 @@ def test_a_worker_in_a_network_needs_a_token() -> None:
 
 
 async def test_who_listens_everywhere_says_where_to_call(inside: Any, tiny: Path) -> None:
-    """The registry holds the address for others; one that means "all of them" is refused before anything listens."""
+    """The registry holds the address for others; a wildcard is refused before the worker listens."""
     prompt = oracle.prompts(tiny, [30])[0]
     everywhere = {"host": "0.0.0.0", "cluster_token": TOKEN}
     with pytest.raises(SettingsError, match="all addresses"):
@@ -135,7 +136,7 @@ async def test_who_listens_everywhere_says_where_to_call(inside: Any, tiny: Path
 
 
 def test_a_token_is_long_and_never_shown() -> None:
-    """An empty one would let everybody in; none is in what a person or a log sees of the settings."""
+    """An empty token would admit every caller; none appears in the settings as people and logs see them."""
     for short in ("", "too-short"):
         with pytest.raises(SettingsError, match="cluster_token") as refused:
             load(model="m", cluster_token=short)

@@ -1,4 +1,4 @@
-"""A request is one trace through all processes, sent by OTLP to a real receiver, and its phases are the receipt's."""
+"""A request is one trace through all processes, sent by OTLP to a real receiver, and its phases equal the receipt's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECRET = "Nobody but the model reads this"
 
 @dataclass(frozen=True)
 class Seen:
-    """One span that was received."""
+    """One received span."""
 
     service: str
     trace: str
@@ -100,7 +100,7 @@ def receiver() -> Iterator[Receiver]:
 
 @contextmanager
 def application(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An application that has set up OpenTelemetry, as our client finds it."""
+    """An application that has configured OpenTelemetry, as Tandem's client finds it."""
     from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -126,7 +126,7 @@ def phases(spans: list[Seen]) -> dict[str, float]:
 async def test_one_request_is_one_trace_through_four_processes(
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its phases are the receipt's, its transfer says what moved how, and nothing of the prompt is anywhere."""
+    """Its phases equal the receipt's, its transfer has what moved and how, and no span contains the prompt."""
     at = {"otlp_endpoint": receiver.endpoint, "trace_ratio": 0.0, "model": str(DEMO), "http_port": 0}
     with application(receiver.endpoint, monkeypatch):
         async with inside(**at, kv_blocks=1024) as cluster:
@@ -181,7 +181,8 @@ async def test_one_request_is_one_trace_through_four_processes(
 async def test_a_resumed_request_stays_in_its_trace_and_so_do_its_log_lines(
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both attempts are there, the failed transfer with its reason; the log of the failure names the trace."""
+    """The trace has both attempts, the failed transfer with its reason; the log line of the failure has the trace
+    id."""
     wrap = lambda inner, who: Harm(inner, after=only_first(flip_a_byte)) if who.startswith("decode") else inner  # noqa: E731
     with application(receiver.endpoint, monkeypatch), capture_logs(processors=[merge_contextvars]) as logs:
         async with inside(wrap=wrap, otlp_endpoint=receiver.endpoint) as cluster:
@@ -235,7 +236,7 @@ async def test_a_job_stays_in_the_trace_of_who_submitted_it_whichever_router_run
 async def test_without_propagation_the_spans_are_of_different_traces(
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: the same request, and nobody reads the header."""
+    """Control: for the same request, without reading the header."""
     monkeypatch.setattr(tracing, "PROPAGATED_HEADERS", ())
     with application(receiver.endpoint, monkeypatch):
         async with inside(otlp_endpoint=receiver.endpoint, trace_ratio=1.0) as cluster:
@@ -249,7 +250,8 @@ async def test_without_propagation_the_spans_are_of_different_traces(
 async def test_where_tracing_is_off_nothing_is_made_and_nothing_is_said(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No span, no metadata, no thread; also for a client whose application has imported OpenTelemetry for itself."""
+    """There is no span, no metadata and no thread, also for a client whose application has imported OpenTelemetry
+    itself."""
     assert tracing.of_application() is tracing.NO_TRACING
     assert tracing.of_process(Settings(model="m"), "decode", "decode-0") is tracing.NO_TRACING
     span = tracing.NO_TRACING.serve("x", lambda: pytest.fail("nobody needs the headers"))

@@ -1,7 +1,7 @@
-"""A transfer that fails is not a dead worker: the pair is avoided, and the prompt is computed elsewhere.
+"""A failed transfer does not mean a dead worker: the pair is avoided, and the prompt is computed elsewhere.
 
 The faults are those that a transport reports: an error at once, or nothing for a while (TransferFailed). What the NIXL
-transport makes of errors and silence is tested in tests/kvtransfer.
+transport does on errors and silence is tested in tests/kvtransfer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tests.support.stopwatch import Stopwatch
 from tests.support.waiting import until
 
 NEW = 12
-STALL_S = 0.5  # after which these transports report a silent peer
+STALL_S = 0.5  # time after which these transports report a silent peer
 
 
 class Faulty(Harm):
-    """`fails(peer)` decides for each read of blocks whether it fails, `stall_s` after it began."""
+    """`fails(peer)` determines for each read of blocks whether it fails, `stall_s` after it began."""
 
     def __init__(self, inner: Any, fails: Callable[[Peer], bool], stall_s: float = 0.0) -> None:
         super().__init__(inner)
@@ -47,7 +47,7 @@ class Faulty(Harm):
 
     async def read(self, peer: Peer, pairs: Any, *rest: Any, **more: Any) -> Any:
         if self._fails(peer):
-            self.failed += len(pairs) > 1  # else it is a verification
+            self.failed += len(pairs) > 1  # a single block is a verification
             await asyncio.sleep(self._stall_s)
             raise TransferFailed(f"nothing came from {peer.worker_id}")
         return await super().read(peer, pairs, *rest, **more)
@@ -66,7 +66,7 @@ def faulty(into: dict[str, Faulty], fails: Callable[[Peer], bool], stall_s: floa
 
 
 async def timed(stream: Any) -> tuple[list[int], float, Any]:
-    """Its tokens, the longest time between two pieces in seconds, and its receipt."""
+    """The answer's tokens, the longest time between two pieces in seconds, and its receipt."""
     ids: list[int] = []
     last, gap, piece = monotonic(), 0.0, None
     async for piece in stream:
@@ -77,7 +77,7 @@ async def timed(stream: Any) -> tuple[list[int], float, Any]:
 
 
 async def balanced(cluster: Any) -> None:
-    """Until nothing is held; a source that failed is verified in the background, with a block for a moment."""
+    """Waits until nothing is held; a source that failed is verified in the background, with a block for a moment."""
     watch = Stopwatch()
     while not await cluster.ledgers_balance():
         assert watch.within(5.0)
@@ -86,7 +86,7 @@ async def balanced(cluster: Any) -> None:
 
 @all_transports
 async def test_with_one_transfer_in_four_failing_every_request_is_answered(inside: Any, tiny: Path) -> None:
-    """With its own tokens, and none is suspected of being poison."""
+    """Each has its own tokens, and none is suspected as poison."""
     chance, made = random.Random(1), dict[str, Faulty]()
     prompts = oracle.prompts(tiny, [40 + index for index in range(24)])
     async with inside(prefill=2, decode=2, wrap=faulty(made, lambda peer: chance.random() < 0.25)) as cluster:
@@ -103,7 +103,7 @@ async def test_with_one_transfer_in_four_failing_every_request_is_answered(insid
 async def test_control_if_a_failed_transfer_were_a_lost_worker_requests_would_be_suspected(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every transfer failing as a loss that counts, no pair avoided and no worker spared."""
+    """Control: every transfer fails as a loss that counts, without avoiding pairs or sparing workers."""
     for module in ("remote_prefill", "prefill_stream"):
         monkeypatch.setattr(
             f"services.decode.{module}.from_below",
@@ -120,7 +120,7 @@ async def test_control_if_a_failed_transfer_were_a_lost_worker_requests_would_be
 async def test_requests_go_around_a_prefill_worker_whose_kv_does_not_arrive(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One stall for the first request that meets it; those that follow go to the other one."""
+    """The first request that meets it has one stall; those that follow go to the other worker."""
     monkeypatch.setattr("services.router.routing.request_scheduler.SUSPECT_S", 60.0)
     made: dict[str, Faulty] = {}
     silent = lambda peer: peer.worker_id == "prefill-0"  # noqa: E731
@@ -138,8 +138,8 @@ async def test_requests_go_around_a_prefill_worker_whose_kv_does_not_arrive(
 
 @all_transports
 async def test_two_incarnations_of_a_worker_that_both_run_do_not_disturb_each_other(inside: Any, tiny: Path) -> None:
-    """A router with an old view has requests served by the former one, others by the later one, in turn. The former
-    one's connection is dropped with its last request."""
+    """A router with an old view has requests served by the former incarnation, others by the later one, in turn. The
+    former one's connection ends with its last request."""
     prompts = oracle.prompts(tiny, [40 + index for index in range(6)])
     async with inside() as cluster:
         old, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
@@ -184,7 +184,7 @@ async def test_a_connection_that_was_lost_is_made_again(inside: Any, tiny: Path)
 
 @both_transports
 async def test_with_no_other_prefill_worker_the_decode_worker_computes_the_prompt(inside: Any, tiny: Path) -> None:
-    """At once when it is asked again, with the reason in the receipt, until a block arrives again."""
+    """At once for the next request, with the reason in the receipt, until a block arrives again."""
     made: dict[str, Faulty] = {}
     silent = asyncio.Event()
     silent.set()
@@ -211,7 +211,7 @@ async def test_with_no_other_prefill_worker_the_decode_worker_computes_the_promp
 async def test_control_without_the_pairs_suspicion_the_same_worker_is_chosen_until_the_attempts_are_used(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is what sends the request elsewhere."""
+    """Control: avoiding the pair sends the request elsewhere."""
     monkeypatch.setattr(RequestScheduler, "avoid", lambda *_: None)
     async with inside(wrap=faulty({}, lambda peer: True)) as cluster:
         with pytest.raises(TandemError) as failed:
@@ -222,7 +222,8 @@ async def test_control_without_the_pairs_suspicion_the_same_worker_is_chosen_unt
 async def test_a_source_that_failed_is_refused_at_once_until_it_is_verified(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the router asks again: no second stall. Without the memory of the failure (the control) each stalls."""
+    """Even if the router tries it again, there is no second stall. In the control, without the memory of the failure,
+    each attempt stalls."""
     monkeypatch.setattr(RequestScheduler, "avoid", lambda *_: None)
     for remembers in (True, False):
         if not remembers:
@@ -238,7 +239,7 @@ async def test_a_source_that_failed_is_refused_at_once_until_it_is_verified(
 async def test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The request goes on elsewhere while the blocks that may still be written stay held, in the ledger."""
+    """The request continues elsewhere while the blocks that may still be written stay held, in the ledger."""
     safe, held = asyncio.Event(), set[int]()
     abort = Receiver.abort
 
@@ -247,7 +248,7 @@ async def test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended(
         await abort(receiver)
         await safe.wait()
 
-    async def unsafe_finish(receiver: Receiver) -> Any:  # raises at once, and leaves the reads to `abort`
+    async def unsafe_finish(receiver: Receiver) -> Any:  # raises at once, and `abort` ends the reads
         await receiver.failed.wait()
         raise receiver.error or AssertionError
 
@@ -284,7 +285,7 @@ async def test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended(
     ("remaining_s", "kind"), [(None, TransferFailed), (60.0, TransferFailed), (0.0, DeadlineExceeded)]
 )
 def test_a_time_limit_of_ours_is_not_the_callers_deadline(remaining_s: float | None, kind: type[TandemError]) -> None:
-    """What took too long below is a transfer that failed, unless the caller has no time left itself."""
+    """An internal time limit is a failed transfer, unless the caller's own deadline has passed."""
     call: Any = SimpleNamespace(remaining_s=remaining_s, span=SimpleNamespace(headers=()))
     prefill: Any = SimpleNamespace(incarnation=("prefill-0", "a"))
     nothing: Any = None
@@ -295,7 +296,7 @@ def test_a_time_limit_of_ours_is_not_the_callers_deadline(remaining_s: float | N
 
 
 def test_what_a_failure_below_is_for_the_router() -> None:
-    """DEADLINE_EXCEEDED only when the caller's own deadline has passed."""
+    """DEADLINE_EXCEEDED only if the caller's own deadline has passed."""
     late = DeadlineExceeded("late")
     assert isinstance(from_below(late, "p"), TransferFailed)
     assert isinstance(from_below(late, "p", expired=True), DeadlineExceeded)
@@ -316,7 +317,7 @@ def test_what_a_failure_below_is_for_the_router() -> None:
     }
 
 
-# ---- a prefill worker that sends nonsense
+# ---- a prefill worker that sends invalid messages
 
 
 def _no_such_token(event: prefill_pb2.PrefillResponse) -> None:
@@ -339,7 +340,7 @@ def _fewer_prompt_scores(event: prefill_pb2.PrefillResponse) -> None:
 async def test_a_prefill_worker_that_sends_nonsense_loses_the_request_to_another(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None] | None
 ) -> None:
-    """A first token that the model does not have, scores that do not belong to it, a token before the transfer: it is
+    """A first token that the model does not have, scores that do not belong to it, or a token before the transfer are
     this worker's fault and not the client's, who gets the same tokens."""
     offer, faulty_worker = PrefillServicer._offer, list[str]()
 

@@ -1,4 +1,5 @@
-"""`tandem up` as a user runs it: real Ray, real Valkey, real workers; kept alive, killed, and ended in every way."""
+"""`tandem up` as a user runs it, with real Ray, Valkey and workers: it recovers from kills and ends in order, or by
+SIGKILL."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class Up:
-    """One `tandem up`. Everything that it starts carries a mark in its environment, by which it is found."""
+    """One `tandem up`. Everything that it starts has a mark in its environment, by which it is found."""
 
     def __init__(self, model: Path | str, *arguments: str, **settings: str) -> None:
         self.mark = f"TDM_MARK={secrets.token_hex(8)}"
@@ -58,8 +59,8 @@ class Up:
         )
 
     def marked(self) -> list[psutil.Process]:
-        """Living processes that it started: those with the mark, and what descends from them (Ray's workers write
-        their title over their environment)."""
+        """Living processes that it started: those with the mark, and their descendants (Ray's workers write their title
+        over their environment)."""
         found: set[psutil.Process] = set(self._known)
         for process in psutil.process_iter():
             try:
@@ -109,7 +110,8 @@ def cluster(tiny: Path) -> Iterator[Up]:
 
 
 def test_a_start_says_how_far_it_is(cluster: Up) -> None:
-    """Each stage of each worker with its seconds, before it is ready; the last ones warm the engine up."""
+    """Each stage of each worker is reported with its seconds before the worker is ready; the last ones warm the engine
+    up."""
     said = cluster.process.text()
     for worker in ("prefill-0", "decode-0"):
         told = re.findall(rf"{worker}: +[0-9.]+ s  (.*)", said.partition(f"{worker}: ready")[0])
@@ -122,7 +124,7 @@ def test_a_start_says_how_far_it_is(cluster: Up) -> None:
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")
 def test_workers_map_one_file_of_weights(cluster: Up) -> None:
-    """The same inode in both, and nobody else's."""
+    """The same inode in both, and in no other process."""
     files: dict[int, set[str]] = {}
     for process in cluster.marked():
         with suppress(OSError):
@@ -143,8 +145,8 @@ def test_the_openai_sdk_works_at_the_printed_address(cluster: Up, tiny: Path) ->
 
 
 def test_every_command_answers(cluster: Up, tiny: Path) -> None:
-    """generate, workers, audit and doctor exit 0, with facts as JSON; tokens equal transformers'."""
-    prompt = oracle.prompts(tiny, [40], seed=7)[0]  # new here: nobody has it cached
+    """generate, workers, audit and doctor exit with 0 and print facts as JSON; tokens equal transformers'."""
+    prompt = oracle.prompts(tiny, [40], seed=7)[0]  # new here: no worker has it cached
     text = " ".join(map(str, prompt))
     done = json.loads(
         cluster.tandem("generate", "--output", "json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
@@ -164,7 +166,7 @@ def test_every_command_answers(cluster: Up, tiny: Path) -> None:
 
 
 def decode_worker(client: Client, but: str = "") -> Worker:
-    """decode-0 in a life that serves, other than `but`."""
+    """decode-0 in an incarnation that serves, other than `but`."""
 
     def serving() -> list[Worker]:
         lives = [one for one in client.workers() if one.worker_id == "decode-0" and one.state == "ready"]
@@ -174,8 +176,8 @@ def decode_worker(client: Client, but: str = "") -> Worker:
 
 
 def killed_in_stream(client: Client, prompt: list[int], expected: list[int]) -> bool:
-    """One stream, whose decode worker is killed after its first tokens: checked to be right, and that another life
-    serves now. False: the last token had been computed before the signal came."""
+    """Kills the decode worker of a stream after its first tokens, and checks that the stream is right and that another
+    incarnation serves. False: the last token had been computed before the signal arrived."""
     before = decode_worker(client)
     ids: list[int] = []
     receipt = None
@@ -192,7 +194,8 @@ def killed_in_stream(client: Client, prompt: list[int], expected: list[int]) -> 
 
 
 def test_a_killed_decode_worker_comes_back_and_the_stream_never_notices(cluster: Up, tiny: Path) -> None:
-    """SIGKILL in mid-stream: the supervisor starts a new life, and the stream goes on with the same tokens."""
+    """After SIGKILL in mid-stream the supervisor starts a new incarnation, and the stream continues with the same
+    tokens."""
     prompt = oracle.prompts(tiny, [30], seed=2)[0]
     expected = oracle.greedy(tiny, prompt, 900)
     with Client(cluster.target) as client:
@@ -204,7 +207,7 @@ def prefills_are(client: Client, count: int) -> bool:
 
 
 def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: Path) -> None:
-    """One more prefill worker and back, while requests run: each of them is right."""
+    """The prefill pool grows by one worker and shrinks again while requests run, each of which is right."""
     prompt = oracle.prompts(tiny, [50], seed=3)[0]
     expected = oracle.greedy(tiny, prompt, 20)
     with Client(cluster.target) as client:
@@ -230,7 +233,7 @@ def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: 
 
 
 class HttpStream:
-    """A streamed completion on a connection of its own, which goes to any of the routers. Begun when made."""
+    """A streamed completion on its own connection, to any of the routers. It begins when it is created."""
 
     def __init__(self, url: str, prompt: list[int], max_tokens: int) -> None:
         self.ids: list[int] = []
@@ -249,7 +252,7 @@ class HttpStream:
         return any(one.raddr and one.raddr.port == port for one in psutil.Process(pid).net_connections("tcp"))
 
     def rest(self) -> None:
-        """Until its end, or until the router is gone."""
+        """Reads until its end, or until the router is gone."""
         with suppress(http.client.HTTPException, OSError):
             while line := self._answer.readline():
                 self._take(line)
@@ -264,8 +267,8 @@ class HttpStream:
 
 
 def test_a_killed_router_ends_its_own_streams_and_no_others(cluster: Up, tiny: Path) -> None:
-    """Two share the address. Streams of the other one stay right, whoever comes next is served at once, and a job goes
-    on, whichever router had it."""
+    """Two routers share the address. Streams of the other one stay right, new connections are served at once, and a job
+    continues, whichever router had it."""
     prompt = oracle.prompts(tiny, [30], seed=4)[0]
     expected = oracle.greedy(tiny, prompt, 600)
     with Client(cluster.target) as client:
@@ -294,8 +297,8 @@ def test_a_killed_router_ends_its_own_streams_and_no_others(cluster: Up, tiny: P
 
 
 def test_sigkill_leaves_nothing(cluster: Up) -> None:
-    """Nobody gets to clean up, and still everything ends: no process, no shared memory, no port afterwards. The last
-    test of the shared cluster; tests/loadtest/test_bench.py and test_hosts.py have the orderly end."""
+    """No process can clean up, and still everything ends: no process, shared memory or port is left. The last test of
+    the shared cluster; tests/loadtest/test_bench.py and test_hosts.py have the orderly end."""
     assert len(cluster.marked()) > 3
     cluster.process.signal(signal.SIGKILL)
     cluster.process.popen.wait(30)
@@ -303,8 +306,8 @@ def test_sigkill_leaves_nothing(cluster: Up) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(tmp_path: Path) -> None:
-    """Non-zero exit, one sentence, nothing left. A refusal by the workers is in tests/cluster/test_local_cluster.py,
-    every reason of one in tests/engine/test_refusals.py."""
+    """The exit code is not 0, the error is one sentence, and nothing is left. A refusal by the workers is in
+    tests/cluster/test_local_cluster.py, all reasons are in tests/engine/test_refusals.py."""
     with up(tmp_path / "model") as running:
         assert running.process.popen.wait(90) != 0
         running.process.kill()
@@ -315,7 +318,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(tmp_path: 
 
 
 def test_a_port_in_use_is_said_at_once(tiny: Path) -> None:
-    """Before anything is started."""
+    """It is reported before anything is started."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
