@@ -1,8 +1,8 @@
 """The memory of GPTQ, AWQ, block-wise FP8 and torchao checkpoints when served, from their headers and config.
 
 The engine packs a weight again if one of its formats can represent it (`engine/loading/gptq_awq_fp8.py`); other weights
-take the model's dtype. The result is for the compiled operators. On CUDA, 4-bit weights with zeros take half of it;
-without compiled operators or Triton, all weights take the model's dtype.
+take the model's dtype. The result is for the compiled operators. On CUDA, 4-bit weights with zeros take about half of
+it; without compiled operators or Triton, all weights take the model's dtype.
 """
 
 from __future__ import annotations
