@@ -95,7 +95,7 @@ class NcclTransport:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         if peer.memory != self.region.memory:
             raise IncompatibleLayout(
-                f"{peer.worker_id} has its KV in {peer.memory}, this worker in others", field="memory"
+                f"{peer.worker_id} has its KV in {peer.memory}, this worker in {self.region.memory}", field="memory"
             )
         if self._closed:
             raise WorkerLost(f"{self._worker_id} is closed")
