@@ -308,7 +308,7 @@ async def test_a_worker_does_not_start_behind_a_later_life_of_its_id(registry: R
     assert await registry.workers() == []
 
 
-# ---- what a reader is told
+# ---- what is reported to a reader
 
 
 async def test_a_reader_is_told_what_has_changed_and_no_more(registry: Registry) -> None:

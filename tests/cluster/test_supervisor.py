@@ -367,7 +367,7 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
         async with asyncio.timeout(SOON_S):
             changes = registry.changes(every_s=0.1)
             while await registry.wanted() != {"decode": 1}:
-                await registry.set_wanted({})  # announces a change, as anybody's would
+                await registry.set_wanted({})  # announces a change, as any caller's would
                 await anext(changes)
             await changes.aclose()
         assert host.processes["decode-0"].graces == []
@@ -387,7 +387,7 @@ async def test_a_size_that_is_set_while_lost_ones_are_written_back_stays(
             return {}
 
         monkeypatch.setattr(registry, "wanted", overtaken)
-        await registry.set_wanted({})  # announces a change, as anybody's would
+        await registry.set_wanted({})  # announces a change, as any caller's would
         await watch.until(Kind.READY, "decode-1")
         assert await registry.wanted() == {"decode": 2}
 
@@ -459,7 +459,7 @@ async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Re
         await registry.set_wanted({"decode": 1, "prefill": 1})
         await watch.until(Kind.LOADING, "prefill-0")
         process.drained.set()
-        # Its old id is free again only when the life under it is over.
+        # Its old id is free only when the incarnation with it has ended.
         turned, _ = await watch.until_all((Kind.READY, "prefill-0"), (Kind.STOPPED, "decode-1"))
         assert set(host.processes) == {"decode-0", "decode-1"}
         assert not process.killed

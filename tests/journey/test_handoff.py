@@ -406,7 +406,7 @@ async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
     async with inside(wrap=wrap) as cluster:
         decode, prefill = cluster.workers["decode-0"], cluster.workers["prefill-0"]
         request = cluster.client.stream(oracle.prompts(tiny, [150])[0], max_tokens=NEW)
-        await asyncio.wait_for(anext(request), 10)  # behind the blocks of two steps
+        await asyncio.wait_for(anext(request), 10)  # after the blocks of two steps
         await asyncio.wait_for(started.wait(), 10)
         await request.aclose()
         await asyncio.wait_for(aborting.wait(), 10)

@@ -509,7 +509,7 @@ def allowed_tools(*names: str) -> Any:
 
 
 BAD: list[tuple[str, Any, int, str | None]] = [
-    # (what, body: fields beside a good prompt, or bytes; status, param)
+    # (what, body: fields in addition to a valid prompt, or bytes; status, param)
     ("not JSON", b"{", 400, "body"),
     ("not an object", b"[1]", 400, "body"),
     ("not UTF-8", b'{"prompt": "caf\xe9"}', 400, "body"),

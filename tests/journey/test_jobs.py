@@ -674,7 +674,7 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
     """The job is stopped in the middle and continues later, token for token; its tenant's tokens are counted once."""
     monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
     monkeypatch.setattr(job_runner, "MAX_RETRY_S", 0.05)
-    monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 1)  # a job that is behind would take all tokens at once
+    monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 1)  # a late job would take all tokens at once
     file, key = tmp_path / "keys", "anna-key-0123456789"
     file.write_text(f"anna {key} tokens_per_minute=400\n")
     prompt = oracle.prompts(tiny, [30])[0]

@@ -248,7 +248,7 @@ async def test_states_that_the_source_gave_up_during_the_read_are_never_used(
 
 async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: Path) -> None:
     """With few blocks, the youngest sequences lose their blocks and states, and compute both again; further answers to
-    a prompt compute it anew, or from a snapshot."""
+    a prompt compute it again, or from a snapshot."""
     prompts = oracle.prompts(folder, [40, 41, 42, 43, 44, 45])
     wanted = [oracle.greedy(folder, prompt, 80) for prompt in prompts]  # not on the cluster's event loop
     async with inside(model=str(folder), kv_blocks=44, **SETTINGS) as cluster:
@@ -258,8 +258,8 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
         assert cluster.workers["decode-0"].engine.scheduler.preemptions > 0
         several = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, n=3)
         assert [each.token_ids for each in several] == [wanted[0][:NEW]] * 3
-        # As other requests: whichever comes first computes the prompt, the others go on from its snapshot, with a state
-        # of their own.
+        # As with other requests, the first one computes the prompt, and the others continue from its snapshot, each
+        # with its own state.
         assert {each.receipt.path for each in several} == {"disaggregated"}
         assert sorted(each.receipt.cached_tokens for each in several)[1:] == [32, 32]
         await cluster.freed()
