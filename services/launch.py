@@ -95,7 +95,7 @@ async def start(
 @contextmanager
 def importing() -> Iterator[None]:
     """What is imported inside lives as long as the process: the garbage collector does not visit it, neither during the
-    imports, of which it would take a fifth of the time, nor during the load."""
+    imports nor during the load."""
     gc.disable()
     try:
         yield

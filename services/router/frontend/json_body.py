@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from services.router.preprocess import json_limits
-from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from tandem.errors import InvalidRequest
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -29,12 +29,12 @@ def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
             parse_float=_float,
         )
     except UnicodeDecodeError as error:
-        raise wrong("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
+        raise out_of_bounds("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
     except (ValueError, RecursionError) as error:
         problem = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or nested too deep"
-        raise wrong("body", f"not readable JSON ({problem})", "a JSON object") from error
+        raise out_of_bounds("body", f"not readable JSON ({problem})", "a JSON object") from error
     if not isinstance(value, dict):
-        raise wrong("body", f"a JSON {type(value).__name__}", "a JSON object")
+        raise out_of_bounds("body", f"a JSON {type(value).__name__}", "a JSON object")
     return value
 
 
@@ -60,13 +60,13 @@ def check_lengths(fields: dict[str, Any], most_items: Mapping[str, int]) -> None
     """Refuses lists that are too long before their items are parsed."""
     for name, most in most_items.items():
         if isinstance(value := fields.get(name), list | dict) and len(value) > most:
-            raise wrong(name, f"{len(value)} long", f"at most {most}")
+            raise out_of_bounds(name, f"{len(value)} long", f"at most {most}")
 
 
 def clean(text: str, where: str) -> str:
     """The text for a string field of the proto. Raises InvalidRequest for lone surrogates, which JSON permits."""
     if not is_utf8(text):
-        raise wrong(where, "not valid Unicode", "valid Unicode")
+        raise out_of_bounds(where, "not valid Unicode", "valid Unicode")
     return text
 
 
@@ -82,7 +82,7 @@ def is_utf8(text: str) -> bool:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise wrong("body", "an object that has a key twice", "unambiguous")
+        raise out_of_bounds("body", "an object that has a key twice", "unambiguous")
     return fields
 
 
@@ -95,12 +95,12 @@ def _float(digits: str) -> float:
     """Refuses infinite values, because a response repeats its request and JSON has no infinity."""
     value = float(digits)
     if isinf(value):
-        raise wrong("body", "a number that is too large", "of numbers that a double holds")
+        raise out_of_bounds("body", "a number that is too large", "of numbers that a double holds")
     return value
 
 
 def _constant(name: str) -> None:
-    raise wrong("body", f"a number {name}", "JSON, which has no such number")
+    raise out_of_bounds("body", f"a number {name}", "JSON, which has no such number")
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -42,14 +42,16 @@ def check(body: bytes, most_numbers: int = MAX_NUMBERS, name: str = "body") -> N
         other = piece.translate(None, _NUMBERS)
         structure += quotes + len(other)
         if structure > MAX_STRUCTURE:
-            raise wrong(name, "of too many parts", f"at most {MAX_STRUCTURE} characters that are not text or integers")
+            raise out_of_bounds(
+                name, "of too many parts", f"at most {MAX_STRUCTURE} characters that are not text or integers"
+            )
         if numbers > most_numbers:
-            raise wrong(name, "of too many values", f"at most {most_numbers} values")
+            raise out_of_bounds(name, "of too many values", f"at most {most_numbers} values")
         for bracket in other.translate(None, _NO_BRACKET):
             depth += 1 if bracket in b"[{" else -1
             if depth > MAX_DEPTH:
-                raise wrong(name, "nested too deep", f"at most {MAX_DEPTH} levels")
+                raise out_of_bounds(name, "nested too deep", f"at most {MAX_DEPTH} levels")
 
 
-def wrong(name: str, value: str, bound: str) -> InvalidRequest:
+def out_of_bounds(name: str, value: str, bound: str) -> InvalidRequest:
     return InvalidRequest(f"{name} is {value}; it must be {bound}", field=name, bound=bound)

@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.served_model import ModelFacts
 from tandem.errors import InvalidRequest, NotFound
 from tandem.sampling import DEFAULTS, NUMBERS
@@ -34,7 +34,9 @@ def checked_request_id(request_id: str) -> str:
     if not request_id:
         return secrets.token_hex(8)
     if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
-        raise wrong("request_id", f"{len(request_id)} characters", f"at most {MAX_REQUEST_ID} printable ASCII ones")
+        raise out_of_bounds(
+            "request_id", f"{len(request_id)} characters", f"at most {MAX_REQUEST_ID} printable ASCII ones"
+        )
     return request_id
 
 
@@ -47,19 +49,19 @@ def check_adapter(name: str, model: ModelFacts) -> None:
 
 def check_salt(salt: bytes) -> None:
     if len(salt) > MAX_SALT_BYTES:
-        raise wrong("cache_salt", f"{len(salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
+        raise out_of_bounds("cache_salt", f"{len(salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
 
 
 def check_priority(priority: int) -> None:
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-        raise wrong("priority", str(priority), f"{MIN_PRIORITY} to {MAX_PRIORITY}")
+        raise out_of_bounds("priority", str(priority), f"{MIN_PRIORITY} to {MAX_PRIORITY}")
 
 
 def ttft_objective(message: generation_pb2.GenerateRequest) -> float | None:
     """In seconds; None: the request has none."""
     seconds = message.ttft_slo_seconds if message.HasField("ttft_slo_seconds") else None
     if seconds is not None and not 0 < seconds < math.inf:
-        raise wrong("ttft_slo_seconds", str(seconds), "over 0")
+        raise out_of_bounds("ttft_slo_seconds", str(seconds), "over 0")
     return seconds
 
 
@@ -67,20 +69,20 @@ def completions(params: sampling_pb2.SamplingParams) -> int:
     """How many completions of the prompt the client wants."""
     n = params.n if params.HasField("n") else 1
     if not 1 <= n <= MAX_N:
-        raise wrong("sampling.n", str(n), f"1 to {MAX_N}")
+        raise out_of_bounds("sampling.n", str(n), f"1 to {MAX_N}")
     return int(n)
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
     if not 0 <= min_tokens <= max_tokens:
-        raise wrong("sampling.min_tokens", str(min_tokens), f"0 to max_tokens ({max_tokens})")
+        raise out_of_bounds("sampling.min_tokens", str(min_tokens), f"0 to max_tokens ({max_tokens})")
 
 
 def stop_ids(params: sampling_pb2.SamplingParams, vocab_size: int) -> list[int]:
     """The client's stop token ids."""
     ids = token_ids(params.stop_token_ids, "sampling.stop_token_ids", vocab_size)
     if len(ids) > MAX_STOP_IDS:
-        raise wrong("sampling.stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS} ids")
+        raise out_of_bounds("sampling.stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS} ids")
     return ids
 
 
@@ -92,14 +94,14 @@ def stop_strings(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) ->
             bound="stop_token_ids instead",
         )
     if len(params.stop) > MAX_STOPS:
-        raise wrong("sampling.stop", f"{len(params.stop)} strings", f"at most {MAX_STOPS} strings")
+        raise out_of_bounds("sampling.stop", f"{len(params.stop)} strings", f"at most {MAX_STOPS} strings")
     stops = [
         utf8(value, f"sampling.stop[{index}]", "at least one character") for index, value in enumerate(params.stop)
     ]
     for index, stop in enumerate(stops):
         if len(stop) > MAX_STOP_CHARACTERS:
             bound = f"at most {MAX_STOP_CHARACTERS} characters"
-            raise wrong(f"sampling.stop[{index}]", f"{len(stop)} characters long", bound)
+            raise out_of_bounds(f"sampling.stop[{index}]", f"{len(stop)} characters long", bound)
     return tuple(stops)
 
 
@@ -111,19 +113,19 @@ def bad_words(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) -> li
             bound="absent with this model; logit_bias takes token ids",
         )
     if len(params.bad_words) > MAX_BAD_WORDS:
-        raise wrong("sampling.bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
+        raise out_of_bounds("sampling.bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
     words = [utf8(value, f"sampling.bad_words[{index}]", "a word") for index, value in enumerate(params.bad_words)]
     for index, word in enumerate(words):
         if len(word) > MAX_BAD_WORD_CHARACTERS or not word.strip():
             bound = f"1 to {MAX_BAD_WORD_CHARACTERS} characters, not only spaces"
-            raise wrong(f"sampling.bad_words[{index}]", f"{len(word)} characters long", bound)
+            raise out_of_bounds(f"sampling.bad_words[{index}]", f"{len(word)} characters long", bound)
     return words
 
 
 def _allowed_ids(ids: Collection[int], vocab_size: int) -> list[int]:
     if len(ids) > MAX_ALLOWED_IDS:
         bound = f"at most {MAX_ALLOWED_IDS} ids"
-        raise wrong("sampling.allowed_token_ids", f"{len(ids)} ids", bound)
+        raise out_of_bounds("sampling.allowed_token_ids", f"{len(ids)} ids", bound)
     return sorted(set(token_ids(ids, "sampling.allowed_token_ids", vocab_size)))
 
 
@@ -134,7 +136,7 @@ def sampling(params: sampling_pb2.SamplingParams, vocab_size: int) -> sampling_p
         value = getattr(params, name) if params.HasField(name) else getattr(DEFAULTS, name)
         if value is not None:
             if not bounds.allow(value):
-                raise wrong(f"sampling.{name}", str(value), str(bounds))
+                raise out_of_bounds(f"sampling.{name}", str(value), str(bounds))
             setattr(sampling, name, value)
     sampling.seed = params.seed if params.HasField("seed") else secrets.randbits(63)
     sampling.min_tokens = min(max(0, params.min_tokens), 2**32 - 1)  # checked once max_tokens is known
@@ -148,7 +150,7 @@ def max_tokens(params: sampling_pb2.SamplingParams, prompt: int, context: int, d
     if not params.HasField("max_tokens"):
         return min(default, room)
     if params.max_tokens < 1:
-        raise wrong(MAX_TOKENS_FIELD, str(params.max_tokens), "at least 1")
+        raise out_of_bounds(MAX_TOKENS_FIELD, str(params.max_tokens), "at least 1")
     if params.max_tokens > room:
         raise over_context(context, prompt, MAX_TOKENS_FIELD, params.max_tokens)
     return int(params.max_tokens)
@@ -168,7 +170,7 @@ def check_prompt_logprobs(params: sampling_pb2.SamplingParams, prompt: int) -> N
 
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> dict[int, float]:
     if len(biases) > MAX_BIASES:
-        raise wrong("sampling.logit_bias", f"{len(biases)} ids", f"at most {MAX_BIASES} ids")
+        raise out_of_bounds("sampling.logit_bias", f"{len(biases)} ids", f"at most {MAX_BIASES} ids")
     for token, bias in biases.items():
         if not 0 <= token < vocab_size:
             raise InvalidRequest(
@@ -177,7 +179,7 @@ def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> dict[int, float
                 bound=f"ids 0 to {vocab_size - 1}",
             )
         if not abs(bias) <= MAX_BIAS:
-            raise wrong(f"sampling.logit_bias[{token}]", str(bias), f"{-MAX_BIAS:g} to {MAX_BIAS:g}")
+            raise out_of_bounds(f"sampling.logit_bias[{token}]", str(bias), f"{-MAX_BIAS:g} to {MAX_BIAS:g}")
     return dict(biases)
 
 
@@ -185,7 +187,7 @@ def token_ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
     values = list(ids)
     if values and not 0 <= min(values) <= max(values) < vocab_size:
         index, value = next((index, value) for index, value in enumerate(values) if not 0 <= value < vocab_size)
-        raise wrong(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")
+        raise out_of_bounds(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")
     return values
 
 

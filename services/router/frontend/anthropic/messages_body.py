@@ -15,7 +15,7 @@ from services.router.frontend.anthropic.messages_turns import Turns, referenced_
 from services.router.frontend.json_body import Kind, NotServed, check_lengths, check_served, clean, encode
 from services.router.frontend.openai.openai_sampling import Int64, List, Seed, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import MAX_STOPS
 from tandem.errors import InvalidRequest
@@ -118,7 +118,7 @@ class Prompt(BaseModel):
             case ToolChoice(type="any", disable_parallel_tool_use=one):
                 return generation_pb2.ToolChoice(several=not one)
             case ToolChoice(type="tool", name=None):
-                raise wrong("tool_choice.name", "absent", "a tool's name")
+                raise out_of_bounds("tool_choice.name", "absent", "a tool's name")
             case ToolChoice(type="tool", name=str(name)):
                 return generation_pb2.ToolChoice(name=clean(name, "tool_choice.name"))
         return None
@@ -163,7 +163,7 @@ class Messages(Prompt):
                 ttft_slo_seconds=self.ttft_slo_seconds,
             )
         except RecursionError as error:  # it was parsed at a smaller depth of the call stack
-            raise wrong("body", "nested too deep", "a JSON object of fewer levels") from error
+            raise out_of_bounds("body", "nested too deep", "a JSON object of fewer levels") from error
 
     def _sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
         names = ("temperature", "top_p", "top_k", "seed")
@@ -201,7 +201,7 @@ def _function(tool: Tool, index: int) -> dict[str, Any]:
             bound="absent or custom",
         )
     if tool.input_schema is None:
-        raise wrong(f"{where}.input_schema", "absent", "a JSON schema of an object")
+        raise out_of_bounds(f"{where}.input_schema", "absent", "a JSON schema of an object")
     function = {"name": clean(tool.name, f"{where}.name"), "description": tool.description}
     parameters = {"type": "object", **tool.input_schema}
     known = {name: value for name, value in function.items() if value is not None}

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.router.frontend.json_body import clean, encode
 from services.router.frontend.openai.openai_sampling import to_bytes
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
@@ -83,7 +83,7 @@ class Turns:
         if that one calls a tool."""
         prefilled = self._assistant is not None
         if self._assistant is not None and self._assistant.calls:
-            raise wrong("messages", "ended by a tool_use", "continued by its tool_result")
+            raise out_of_bounds("messages", "ended by a tool_use", "continued by its tool_result")
         self._close_assistant()
         self._close_user()
         system = [_message("system", _joined(self._system))] if self._system else []
@@ -143,7 +143,7 @@ def referenced_tools(messages: list[Any]) -> set[str]:
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments := block.get("input"), dict):
-        raise wrong(f"{where}.input", f"a {type(arguments).__name__}", "an object")
+        raise out_of_bounds(f"{where}.input", f"a {type(arguments).__name__}", "an object")
     function = {"name": _string(block, "name", where), "arguments": arguments}
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
@@ -181,11 +181,11 @@ def _blocks(content: Any, where: str) -> list[tuple[dict[str, Any], str]]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
-        raise wrong(where, f"a {type(content).__name__}", CONTENT)
+        raise out_of_bounds(where, f"a {type(content).__name__}", CONTENT)
     places = [(block, f"{where}.{index}") for index, block in enumerate(content)]
     for block, place in places:
         if not isinstance(block, dict):
-            raise wrong(place, f"a {type(block).__name__}", "a block")
+            raise out_of_bounds(place, f"a {type(block).__name__}", "a block")
     return places
 
 
@@ -203,7 +203,7 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
     """Raises InvalidRequest for what is no string, and for lone surrogates."""
     value = block.get(name)
     if not isinstance(value, str):
-        raise wrong(f"{where}.{name}", f"a {type(value).__name__}", "a string")
+        raise out_of_bounds(f"{where}.{name}", f"a {type(value).__name__}", "a string")
     return clean(value, f"{where}.{name}")
 
 

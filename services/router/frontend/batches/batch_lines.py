@@ -14,7 +14,7 @@ from typing import Any
 
 from services.router.frontend import json_body
 from services.router.frontend.json_body import encode, is_utf8, to_json
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest
 
 MAX_LINES = 10_000  # of one batch
@@ -39,7 +39,7 @@ class Line:
         try:
             return to_json(json_body.read(self.raw, MAX_VALUES)["body"])
         except UnicodeEncodeError as error:
-            raise wrong("body", "not valid Unicode", "valid Unicode") from error
+            raise out_of_bounds("body", "not valid Unicode", "valid Unicode") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, 
 from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 
 WINDOW = "24h"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # pairs, characters; OpenAI's bounds
@@ -73,7 +73,9 @@ class BatchesApi:
         body = await self._bodies.read(request, self._parsed)
         file = await self._store.file(tenant, body.input_file_id)
         if file.purpose != PURPOSE:
-            raise wrong("input_file_id", f"a file of the purpose {file.purpose}", f"a file of the purpose {PURPOSE}")
+            raise out_of_bounds(
+                "input_file_id", f"a file of the purpose {file.purpose}", f"a file of the purpose {PURPOSE}"
+            )
         expires = body.output_expires_after
         fields = {
             "endpoint": body.endpoint,
@@ -95,7 +97,7 @@ class BatchesApi:
         tenant = self._bodies.tenant(request)
         page = await self._store.batches(tenant, limit, query.get("after", ""))
         if page is None:
-            raise wrong("after", "unknown", "the id of a batch")
+            raise out_of_bounds("after", "unknown", "the id of a batch")
         listed = page_of([_batch(record) for record in page[0]], more=page[1])
         return BoundedAnswer(to_json(listed), self._bodies.bodies, tenant)
 
@@ -115,23 +117,23 @@ class BatchesApi:
     def _parsed(self, raw: bytes) -> BatchBody:
         body = openai_protocol.parse(raw, BatchBody)
         if body.endpoint not in self._endpoints:
-            raise wrong("endpoint", "not one for batches", " or ".join(self._endpoints))
+            raise out_of_bounds("endpoint", "not one for batches", " or ".join(self._endpoints))
         if body.completion_window != WINDOW:
-            raise wrong("completion_window", "not served", WINDOW)
+            raise out_of_bounds("completion_window", "not served", WINDOW)
         metadata = body.metadata or {}
         if len(metadata) > MAX_METADATA or any(
             len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for name, value in metadata.items()
         ):
             bound = f"up to {MAX_METADATA} names of {MAX_METADATA_KEY} and values of {MAX_METADATA_VALUE} characters"
-            raise wrong("metadata", "too long", bound)
+            raise out_of_bounds("metadata", "too long", bound)
         for name, value in (("input_file_id", body.input_file_id), ("metadata", metadata)):
             try:
                 to_json(value)
             except UnicodeEncodeError as error:  # a lone surrogate: it could neither be looked up nor shown again
-                raise wrong(name, "not valid Unicode", "valid Unicode") from error
+                raise out_of_bounds(name, "not valid Unicode", "valid Unicode") from error
         if (expires := body.output_expires_after) is not None:
             if expires.anchor != "created_at":
-                raise wrong("output_expires_after.anchor", "unknown", "created_at")
+                raise out_of_bounds("output_expires_after.anchor", "unknown", "created_at")
             checked_kept_s(str(expires.seconds), "output_expires_after.seconds")
         return body
 

@@ -14,7 +14,7 @@ from cluster.state.batch_store import PIECE_BYTES, BatchStore, FileRecord
 from services.router.frontend.batches.multipart import MAX_FRAMING_BYTES, boundary_of, fields_of
 from services.router.frontend.http_body import BodyReader, BoundedAnswer, BoundedStream
 from services.router.frontend.json_body import to_json
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import TooLarge
 
 PURPOSE = "batch"
@@ -62,12 +62,12 @@ class FilesApi:
         query = request.query_params
         limit, order = page_limit(query.get("limit"), MAX_PAGE, MAX_PAGE), query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise wrong("order", "unknown", "asc or desc")
+            raise out_of_bounds("order", "unknown", "asc or desc")
         newest_first, purpose = order == "desc", query.get("purpose", "")
         tenant, after = self._bodies.tenant(request), query.get("after", "")
         page = await self._store.files(tenant, limit, after, newest_first=newest_first, purpose=purpose)
         if page is None:
-            raise wrong("after", "unknown", "the id of a file")
+            raise out_of_bounds("after", "unknown", "the id of a file")
         listed = page_of([_file(record) for record in page[0]], more=page[1])
         return BoundedAnswer(to_json(listed), self._bodies.bodies, tenant)
 
@@ -93,9 +93,9 @@ class FilesApi:
         fields = fields_of(body, boundary)
         file, purpose = fields.get("file"), fields.get("purpose")
         if purpose is None or purpose.content != PURPOSE.encode():
-            raise wrong("purpose", "absent or not served", PURPOSE)
+            raise out_of_bounds("purpose", "absent or not served", PURPOSE)
         if file is None or file.filename is None:
-            raise wrong("file", "absent or no file", "a file")
+            raise out_of_bounds("file", "absent or no file", "a file")
         if len(file.content) > self._most:
             bound = f"at most {self._most} bytes (max_file_mib)"
             raise TooLarge(f"the file has {len(file.content)} bytes; it may have {bound}", field="file", bound=bound)
@@ -103,7 +103,7 @@ class FilesApi:
         kept_s = None
         if anchor := fields.get("expires_after[anchor]"):
             if anchor.content != b"created_at":
-                raise wrong("expires_after.anchor", "unknown", "created_at")
+                raise out_of_bounds("expires_after.anchor", "unknown", "created_at")
             seconds = fields.get("expires_after[seconds]")
             kept_s = checked_kept_s(seconds.content.decode("latin-1") if seconds else "", "expires_after.seconds")
         return Upload(name[:MAX_FILENAME], file.content, kept_s)
@@ -112,7 +112,7 @@ class FilesApi:
 def checked_kept_s(value: str, field: str) -> int:
     """Raises InvalidRequest."""
     if not (value.isascii() and value.isdigit() and len(value) <= 7 and MIN_KEPT_S <= int(value) <= MAX_KEPT_S):
-        raise wrong(field, "out of bounds", f"{MIN_KEPT_S} to {MAX_KEPT_S} seconds")
+        raise out_of_bounds(field, "out of bounds", f"{MIN_KEPT_S} to {MAX_KEPT_S} seconds")
     return int(value)
 
 
@@ -121,7 +121,7 @@ def page_limit(value: str | None, most: int, default: int) -> int:
     if value is None:
         return default
     if not (value.isascii() and value.isdigit() and len(value) <= 5 and 1 <= int(value) <= most):
-        raise wrong("limit", "out of bounds", f"1 to {most}")
+        raise out_of_bounds("limit", "out of bounds", f"1 to {most}")
     return int(value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 
 MAX_FIELDS = 16
 MAX_HEAD_BYTES = 8 * 1024  # of the headers of one field
@@ -32,7 +32,7 @@ def boundary_of(content_type: str) -> bytes:
     kind, _, _ = content_type.partition(";")
     found = _BOUNDARY.search(content_type)
     if kind.strip().lower() != "multipart/form-data" or found is None:
-        raise wrong("content-type", "not that of a form", "multipart/form-data with its boundary")
+        raise out_of_bounds("content-type", "not that of a form", "multipart/form-data with its boundary")
     return (found[1] or found[2]).encode("latin-1", "replace")
 
 
@@ -42,18 +42,18 @@ def fields_of(body: bytes, boundary: bytes) -> dict[str, FormField]:
     fields: dict[str, FormField] = {}
     at = 0 if body.startswith(delimiter[2:]) else body.find(delimiter)
     if at < 0:
-        raise wrong("body", "without its boundary", "multipart/form-data")
+        raise out_of_bounds("body", "without its boundary", "multipart/form-data")
     at += len(delimiter) - (2 if at == 0 and not body.startswith(delimiter) else 0)
     while not body.startswith(b"--", at):
         if len(fields) == MAX_FIELDS:
-            raise wrong("body", "of too many fields", f"at most {MAX_FIELDS} fields")
+            raise out_of_bounds("body", "of too many fields", f"at most {MAX_FIELDS} fields")
         head_end = body.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
         end = body.find(delimiter, head_end + 2)
         if head_end < 0 or end < 0:
-            raise wrong("body", "incomplete", "multipart/form-data")
+            raise out_of_bounds("body", "incomplete", "multipart/form-data")
         name, filename = _names(body[at:head_end].replace(b"\r\n", b"\n"))
         if name in fields:
-            raise wrong("body", "of two fields of one name", "each field once")
+            raise out_of_bounds("body", "of two fields of one name", "each field once")
         fields[name] = FormField(body[head_end + 4 : end], filename)
         at = end + len(delimiter)
     return fields
@@ -64,10 +64,10 @@ def _names(head: bytes) -> tuple[str, str | None]:
     disposition = _DISPOSITION.search(head)
     encoding = _ENCODING.search(head)
     if encoding and encoding[1].lower() not in (b"binary", b"8bit", b"7bit"):
-        raise wrong("content-transfer-encoding", "not supported", "absent or binary")
+        raise out_of_bounds("content-transfer-encoding", "not supported", "absent or binary")
     found = dict[str, str]()
     for name, value in _PARAMETER.findall(disposition[1] if disposition else b""):
         found.setdefault(name.decode().lower(), re.sub(rb"\\(.)", rb"\1", value).decode("utf-8", "replace"))
     if "name" not in found:
-        raise wrong("content-disposition", "without a name", 'form-data; name="..."')
+        raise out_of_bounds("content-disposition", "without a name", 'form-data; name="..."')
     return found["name"], found.get("filename")

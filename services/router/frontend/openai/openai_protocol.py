@@ -17,7 +17,7 @@ from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
-from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
@@ -103,7 +103,7 @@ class Completions(Sampled):
             params.logprobs = self.logprobs
             if self.echo:
                 if self.prompt_logprobs not in (None, self.logprobs):
-                    raise wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
+                    raise out_of_bounds("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
                 params.prompt_logprobs = self.logprobs
         if self.only_echo:
             params.max_tokens = 1  # generated, since a request ends with a token, and not shown
@@ -120,9 +120,9 @@ class Completions(Sampled):
         if prompts and type(prompts[0]) is int:
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
+            raise out_of_bounds("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
         if self.suffix and self.echo:
-            raise wrong("suffix", "set with echo", "absent with echo")
+            raise out_of_bounds("suffix", "set with echo", "absent with echo")
         suffix = {"suffix": to_bytes(self.suffix)} if self.suffix else {}
         return [{**_prompt(prompt, context), **suffix} for prompt in prompts]
 
@@ -165,7 +165,7 @@ class Chat(Sampled):
         if self.max_completion_tokens is not None:
             params.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise wrong("top_logprobs", str(self.top_logprobs), "absent unless logprobs is true")
+            raise out_of_bounds("top_logprobs", str(self.top_logprobs), "absent unless logprobs is true")
         if self.logprobs:
             params.logprobs = self.top_logprobs or 0
         return params
@@ -175,7 +175,7 @@ class Chat(Sampled):
         offered = self.offered()
         tools = to_bytes(encode(offered)) if offered else b""
         if self.continue_final_message and self.add_generation_prompt:
-            raise wrong("add_generation_prompt", "true with continue_final_message", "absent or false with it")
+            raise out_of_bounds("add_generation_prompt", "true with continue_final_message", "absent or false with it")
         variables = self.template_variables()
         chat = generation_pb2.Chat(
             messages=messages,
@@ -195,7 +195,7 @@ class Chat(Sampled):
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             if self.reasoning_effort not in EFFORTS:
-                raise wrong("reasoning_effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
+                raise out_of_bounds("reasoning_effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
             variables["reasoning_effort"] = self.reasoning_effort
         if self.documents:
             variables["documents"] = self.documents
@@ -230,7 +230,9 @@ class Chat(Sampled):
                 names = {name for tool in tools if (name := _function_name(tool)) is not None}
                 chosen = [_function_name(tool) for tool in allowed]
                 if not chosen or not names.issuperset(chosen):
-                    raise wrong("tool_choice.allowed_tools.tools", "empty or unknown", "a list of functions in tools")
+                    raise out_of_bounds(
+                        "tool_choice.allowed_tools.tools", "empty or unknown", "a list of functions in tools"
+                    )
                 return [tool for tool in tools if _function_name(tool) in chosen]
         return tools
 
@@ -246,7 +248,7 @@ class Chat(Sampled):
             case {"type": "function", "function": {"name": str(name)}}:
                 return generation_pb2.ToolChoice(name=clean(name, "tool_choice"))
         kinds = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
-        raise wrong("tool_choice", "of an unknown kind", kinds)
+        raise out_of_bounds("tool_choice", "of an unknown kind", kinds)
 
 
 def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kind:
@@ -314,7 +316,7 @@ def requests(
     try:
         sampling, inputs = body.sampling(defaults), body.inputs(context)
     except RecursionError as error:  # it was parsed at a smaller depth of the call stack
-        raise wrong("body", "nested too deep", "a JSON object of fewer levels") from error
+        raise out_of_bounds("body", "nested too deep", "a JSON object of fewer levels") from error
     salt = to_bytes(body.cache_salt or "")
     return [
         generation_pb2.GenerateRequest(

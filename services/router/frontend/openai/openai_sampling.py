@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from services.router.frontend.json_body import NotServed, encode
-from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
 from tandem.errors import TandemError
@@ -106,15 +106,15 @@ class Sampled(Numbers, ABC):
         if self.seed == -1:
             del fields["seed"]
         if self.allowed_token_ids == []:
-            raise wrong("allowed_token_ids", "empty", "absent, or at least one id")
+            raise out_of_bounds("allowed_token_ids", "empty", "absent, or at least one id")
         usual = {"temperature": 1.0, **defaults.model_dump(exclude_none=True)}
         params = sampling_pb2.SamplingParams(**{**usual, **fields})
         if params.top_k == -1:  # "off" in vLLM's API
             params.top_k = 0
         if self.best_of not in (None, self.n or 1):
-            raise wrong("best_of", str(self.best_of), "absent or n: all completions are returned")
+            raise out_of_bounds("best_of", str(self.best_of), "absent or n: all completions are returned")
         if self.prompt_logprobs is not None and self.stream:
-            raise wrong("prompt_logprobs", "set with stream", "absent with stream")
+            raise out_of_bounds("prompt_logprobs", "set with stream", "absent with stream")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone is ignored
         params.include_stop = bool(self.include_stop_str_in_output)
@@ -144,7 +144,7 @@ class Sampled(Numbers, ABC):
             return None
         (name, grammar), *others = grammars
         if others:
-            raise wrong(others[0][0], f"set together with {name}", "the only grammar")
+            raise out_of_bounds(others[0][0], f"set together with {name}", "the only grammar")
         return name.partition(".")[0], grammar
 
     def named(self, error: TandemError) -> TandemError:
@@ -183,9 +183,9 @@ def _of_format(response_format: dict[str, Any]) -> common_pb2.Grammar | None:
             inner = response_format.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if schema is None:
-                raise wrong("response_format.json_schema.schema", "absent", "a JSON schema")
+                raise out_of_bounds("response_format.json_schema.schema", "absent", "a JSON schema")
             return _of_schema(schema)
-    raise wrong("response_format.type", "of an unknown kind", "text, json_object or json_schema")
+    raise out_of_bounds("response_format.type", "of an unknown kind", "text, json_object or json_schema")
 
 
 def _of_schema(schema: Any) -> common_pb2.Grammar | None:

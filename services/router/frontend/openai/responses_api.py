@@ -28,7 +28,7 @@ from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import FIRST_INPUT, RESPONSE_PREFIX, Item, item_id, referenced_ids
 from services.router.frontend.openai.stored_responses import StoredResponses, conversation
 from services.router.models import Models
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.offload import Offload
 from services.router.preprocess.validation import checked_request_id
 from tandem.errors import InvalidRequest
@@ -125,7 +125,7 @@ class ResponsesApi:
         for name, value in kept.items():
             if value:
                 bound = "without item_reference in a batch" if name == "input" else "absent in a batch"
-                raise wrong(name, "not served in a batch, whose responses are not stored", bound)
+                raise out_of_bounds(name, "not served in a batch, whose responses are not stored", bound)
         body.store = False
         return self._preparation.prepared(body, request_id, "")
 
@@ -164,4 +164,4 @@ def _encoded(value: object, name: str) -> bytes:
     try:
         return to_json(value)
     except UnicodeEncodeError as error:
-        raise wrong(name, "not valid Unicode in one of its texts", "valid Unicode") from error
+        raise out_of_bounds(name, "not valid Unicode in one of its texts", "valid Unicode") from error

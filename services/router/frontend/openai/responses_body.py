@@ -18,7 +18,7 @@ from services.router.frontend.openai.openai_sampling import Int64, List, Sampled
 from services.router.frontend.openai.responses_items import MAX_ITEMS, Item, NewId, chat_messages, read_items
 from services.router.frontend.openai.responses_tools import Choice, Tools, choose, read_tools
 from services.router.preprocess.chat.template_abilities import EFFORTS
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
@@ -102,16 +102,18 @@ class Responses(Sampled):
         """Reads the input and the tools. Returns the conversation: the items of the previous response, then the new
         ones. `known`: the stored items that the input refers to. Raises InvalidRequest, NotFound."""
         if len(self.include or ()) > MAX_INCLUDE:
-            raise wrong("include", f"{len(self.include or ())} long", f"at most {MAX_INCLUDE}")
+            raise out_of_bounds("include", f"{len(self.include or ())} long", f"at most {MAX_INCLUDE}")
         _check_metadata(self.metadata or {})
         for name in ("prompt_cache_key", "safety_identifier", "user"):
             if len(getattr(self, name) or "") > MAX_IDENTIFIER:
-                raise wrong(name, f"{len(getattr(self, name))} characters", f"at most {MAX_IDENTIFIER}")
+                raise out_of_bounds(name, f"{len(getattr(self, name))} characters", f"at most {MAX_IDENTIFIER}")
         self._tools = read_tools(self.tools)
         self._choice = choose(self.tool_choice, self._tools, parallel=self.parallel_tool_calls is not False)
         self._items = [*history, *read_items(self.input, new_id, known)]
         if len(self._items) > MAX_ITEMS:
-            raise wrong("input", f"{len(self._items)} items with those of previous_response_id", f"at most {MAX_ITEMS}")
+            raise out_of_bounds(
+                "input", f"{len(self._items)} items with those of previous_response_id", f"at most {MAX_ITEMS}"
+            )
         return self._items
 
     # ---- the GenerateRequest
@@ -127,7 +129,7 @@ class Responses(Sampled):
     def grammar(self) -> tuple[str, common_pb2.Grammar] | None:
         own, other = _of_format((self.text or {}).get("format") or {"type": "text"}), super().grammar()
         if own is not None and other is not None:
-            raise wrong(other[0], f"set together with {FORMAT_FIELD}", "the only grammar")
+            raise out_of_bounds(other[0], f"set together with {FORMAT_FIELD}", "the only grammar")
         return other if own is None else (FORMAT_FIELD, own)
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
@@ -151,7 +153,7 @@ class Responses(Sampled):
         effort: str | None = (self.reasoning or {}).get("effort")
         if effort is None or effort in EFFORTS:
             return effort
-        raise wrong("reasoning.effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
+        raise out_of_bounds("reasoning.effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
 
     def named(self, error: TandemError) -> TandemError:
         """The error with the names that the fields have in this body."""
@@ -195,11 +197,11 @@ class Responses(Sampled):
 
 def _check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        raise wrong("metadata", f"{len(metadata)} entries", f"at most {MAX_METADATA}")
+        raise out_of_bounds("metadata", f"{len(metadata)} entries", f"at most {MAX_METADATA}")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             bound = f"keys of at most {MAX_METADATA_KEY} characters and values of at most {MAX_METADATA_VALUE}"
-            raise wrong("metadata", "too long in one entry", bound)
+            raise out_of_bounds("metadata", "too long in one entry", bound)
 
 
 def _of_format(text_format: Any) -> common_pb2.Grammar | None:
@@ -212,5 +214,5 @@ def _of_format(text_format: Any) -> common_pb2.Grammar | None:
         case {"type": "json_schema", "schema": dict(schema)}:
             return common_pb2.Grammar(json_schema=to_bytes(encode(schema)))
         case {"type": "json_schema"}:
-            raise wrong(f"{FORMAT_FIELD}.schema", "absent or not an object", "a JSON schema")
-    raise wrong(f"{FORMAT_FIELD}.type", "of an unknown kind", "text, json_object or json_schema")
+            raise out_of_bounds(f"{FORMAT_FIELD}.schema", "absent or not an object", "a JSON schema")
+    raise out_of_bounds(f"{FORMAT_FIELD}.type", "of an unknown kind", "text, json_object or json_schema")

@@ -19,7 +19,7 @@ from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.frontend.openai.responses_tools import custom_arguments, flat_name
 from services.router.preprocess import json_limits
 from services.router.preprocess.chat.prompt import MAX_MESSAGES
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import generation_pb2
 
@@ -64,14 +64,14 @@ def read_items(value: object, new_id: NewId, known: Mapping[str, Item] | None = 
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_ITEMS:
-        raise wrong("input", "no text and no list of items", f"a string, or 1 to {MAX_ITEMS} items")
+        raise out_of_bounds("input", "no text and no list of items", f"a string, or 1 to {MAX_ITEMS} items")
     left = dict(known or {})
     return [_read(item, f"input[{index}]", new_id, left) for index, item in enumerate(value)]
 
 
 def _read(item: Any, where: str, new_id: NewId, known: dict[str, Item]) -> Item:
     if not isinstance(item, dict):
-        raise wrong(where, f"a JSON {type(item).__name__}", "an object")
+        raise out_of_bounds(where, f"a JSON {type(item).__name__}", "an object")
     match item.get("type") or ("message" if "role" in item else None):
         case "message":
             return _message(item, where, new_id)
@@ -93,7 +93,7 @@ def _read(item: Any, where: str, new_id: NewId, known: dict[str, Item]) -> Item:
                 field=f"{where}.type",
                 bound=SERVED_ITEMS,
             )
-    raise wrong(f"{where}.type", "absent", SERVED_ITEMS)
+    raise out_of_bounds(f"{where}.type", "absent", SERVED_ITEMS)
 
 
 def _referenced(item: Item, where: str, known: dict[str, Item]) -> Item:
@@ -112,7 +112,7 @@ def _referenced(item: Item, where: str, known: dict[str, Item]) -> Item:
 def _message(item: Item, where: str, new_id: NewId) -> Item:
     role = item.get("role")
     if role not in ROLES:
-        raise wrong(f"{where}.role", "unknown", ", ".join(ROLES))
+        raise out_of_bounds(f"{where}.role", "unknown", ", ".join(ROLES))
     kind = "output_text" if role == "assistant" else "input_text"
     content = item.get("content")
     more: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
@@ -156,7 +156,7 @@ def _id(item: Item, new: str) -> str:
 def _text(item: Item, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise wrong(f"{where}.{name}", "absent or not a string", "a string")
+        raise out_of_bounds(f"{where}.{name}", "absent or not a string", "a string")
     return value
 
 
@@ -165,7 +165,7 @@ def _texts(content: Any, where: str) -> list[str]:
     if content is None or isinstance(content, str):
         return [content] if content else []
     if not isinstance(content, list):
-        raise wrong(where, "no text", "a string, or a list of parts")
+        raise out_of_bounds(where, "no text", "a string, or a list of parts")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -183,7 +183,7 @@ def _texts_of(parts: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
     if parts is None:
         return []
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
-        raise wrong(where, "not readable", f"a list of parts of type {' or '.join(kinds)}")
+        raise out_of_bounds(where, "not readable", f"a list of parts of type {' or '.join(kinds)}")
     return [_text(part, "text", f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
@@ -200,7 +200,9 @@ def opened(value: object, where: str) -> str:
             return base64.b64decode(value.removeprefix(SEALED), validate=True).decode()
     except ValueError:  # not base64, not even ASCII, or not UTF-8 in it
         pass  # the same error as for another server's content
-    raise wrong(where, "not from this server, so its reasoning cannot be read", "absent, or what this server sent")
+    raise out_of_bounds(
+        where, "not from this server, so its reasoning cannot be read", "absent, or what this server sent"
+    )
 
 
 # ---- chat messages

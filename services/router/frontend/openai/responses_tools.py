@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.router.preprocess.chat.prompt import MAX_TOOLS
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
@@ -63,7 +63,7 @@ def read_tools(tools: object) -> Tools:
     if tools is None:
         return Tools()
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise wrong("tools", "not a list, or too long", f"a list of at most {MAX_TOOLS} tools")
+        raise out_of_bounds("tools", "not a list, or too long", f"a list of at most {MAX_TOOLS} tools")
     found, left_out = Tools(), ""
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -91,7 +91,7 @@ def _add(found: Tools, tool: Any, kind: object, where: str, namespace: str | Non
         case "namespace" if namespace is None:
             inner = tool.get("tools")
             if not isinstance(inner, list) or len(inner) > MAX_TOOLS:
-                raise wrong(f"{where}.tools", "not a list, or too long", f"a list of at most {MAX_TOOLS} tools")
+                raise out_of_bounds(f"{where}.tools", "not a list, or too long", f"a list of at most {MAX_TOOLS} tools")
             name = _named(tool, where).name
             for index, one in enumerate(inner):
                 place = f"{where}.tools[{index}]"
@@ -103,22 +103,22 @@ def _add(found: Tools, tool: Any, kind: object, where: str, namespace: str | Non
                 bound=SERVED_TOOLS,
             )
         case _:
-            raise wrong(f"{where}.type", "not a string", SERVED_TOOLS)
+            raise out_of_bounds(f"{where}.type", "not a string", SERVED_TOOLS)
 
 
 def _named(tool: dict[str, Any], where: str, namespace: str | None = None, *, custom: bool = False) -> Tool:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "absent or not a string", "the name of the tool")
+        raise out_of_bounds(f"{where}.name", "absent or not a string", "the name of the tool")
     return Tool(name, namespace, custom)
 
 
 def _offer(found: Tools, where: str, tool: Tool, description: object, parameters: object) -> None:
     name = flat_name(tool.name, tool.namespace)
     if name in found.by_name:
-        raise wrong(f"{where}.name", "the name of another tool too", "unique")
+        raise out_of_bounds(f"{where}.name", "the name of another tool too", "unique")
     if len(found.functions) >= MAX_TOOLS:
-        raise wrong("tools", f"more than {MAX_TOOLS} tools, with those of namespaces", f"at most {MAX_TOOLS}")
+        raise out_of_bounds("tools", f"more than {MAX_TOOLS} tools, with those of namespaces", f"at most {MAX_TOOLS}")
     function = {
         "name": name,
         "description": description if isinstance(description, str) else "",
@@ -174,13 +174,13 @@ def choose(choice: object, tools: Tools, *, parallel: bool) -> Choice:
             return Choice(tools.functions, generation_pb2.ToolChoice(name=name))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
             if not 1 <= len(allowed) <= MAX_TOOLS:
-                raise wrong("tool_choice.tools", f"{len(allowed)} tools", f"1 to {MAX_TOOLS} of the tools")
+                raise out_of_bounds("tool_choice.tools", f"{len(allowed)} tools", f"1 to {MAX_TOOLS} of the tools")
             names = {_chosen(tool, tools, f"tool_choice.tools[{index}]") for index, tool in enumerate(allowed)}
             offered = [function for function in tools.functions if function["function"]["name"] in names]
             forced = generation_pb2.ToolChoice(several=parallel) if mode == "required" else None
             return Choice(offered, forced)
     kinds = "auto, none, required, or an object of type function, custom or allowed_tools"
-    raise wrong("tool_choice", "of a kind that is not served", kinds)
+    raise out_of_bounds("tool_choice", "of a kind that is not served", kinds)
 
 
 def _chosen(choice: Any, tools: Tools, where: str) -> str:
@@ -190,4 +190,4 @@ def _chosen(choice: Any, tools: Tools, where: str) -> str:
             flat = flat_name(name, namespace if isinstance(namespace, str) else None)
             if flat in tools.by_name:
                 return flat
-    raise wrong(where, "not the name of one of the tools", "a function or custom tool of `tools`")
+    raise out_of_bounds(where, "not the name of one of the tools", "a function or custom tool of `tools`")

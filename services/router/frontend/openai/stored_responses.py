@@ -13,7 +13,7 @@ from cluster.state.response_store import ResponseStore, StoredResponse
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai.responses_items import Item, response_of
 from services.router.preprocess import json_limits
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import NotFound, TooLarge
@@ -55,9 +55,9 @@ class StoredResponses:
         tenant, query = self.tenant(request), request.query_params
         limit, newest_first = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
-            raise wrong("limit", "out of bounds", f"1 to {MAX_PAGE}")
+            raise out_of_bounds("limit", "out of bounds", f"1 to {MAX_PAGE}")
         if newest_first not in ("asc", "desc"):
-            raise wrong("order", "unknown", "asc or desc")
+            raise out_of_bounds("order", "unknown", "asc or desc")
         found = await self._store.get(tenant, _checked(response_id))
         about = (found.input, int(limit), newest_first == "desc", query.get("after"))
         return await self._offload.run(tenant, len(found.input), _page, *about)
@@ -83,7 +83,9 @@ class StoredResponses:
             if one in found or response_id is None or response_id in looked_up:
                 continue
             if len(looked_up) == MAX_REFERENCED:
-                raise wrong("input", "of references to many responses", f"in at most {MAX_REFERENCED} stored responses")
+                raise out_of_bounds(
+                    "input", "of references to many responses", f"in at most {MAX_REFERENCED} stored responses"
+                )
             looked_up.add(response_id)
             try:
                 stored = await self._bounded(tenant, response_id, "input", more)
@@ -121,7 +123,7 @@ def _page(encoded: bytes, limit: int, newest_first: bool, after: str | None) -> 
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise wrong("after", "unknown", "the id of an item of this response")
+            raise out_of_bounds("after", "unknown", "the id of an item of this response")
         items = items[places[-1] + 1 :]
     page: dict[str, Any] = {
         "object": "list",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from services.router.preprocess import json_limits
 from services.router.preprocess.chat.chat_template import Rendering
 from services.router.preprocess.chat.template_abilities import REASONING_NAMES
-from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import over_context, token_ids, utf8
@@ -67,7 +67,7 @@ def _adds_special(message: generation_pb2.GenerateRequest, default: bool) -> boo
 def _rendering(chat: generation_pb2.Chat) -> Rendering:
     template = utf8(chat.template, "chat.template", None) or None
     if len(chat.template) > MAX_TEMPLATE_BYTES:
-        raise wrong("chat.template", f"{len(chat.template)} bytes", f"at most {MAX_TEMPLATE_BYTES} bytes")
+        raise out_of_bounds("chat.template", f"{len(chat.template)} bytes", f"at most {MAX_TEMPLATE_BYTES} bytes")
     return Rendering(
         variables=_variables(chat.template_variables),
         continue_last=chat.continue_last_message,
@@ -100,7 +100,7 @@ def _around_gap(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, m
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
-        raise wrong("chat.messages", f"{len(chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
+        raise out_of_bounds("chat.messages", f"{len(chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
     messages = []
     for index, message in enumerate(chat.messages):
         where = f"chat.messages[{index}]"
