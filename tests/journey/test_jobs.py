@@ -384,6 +384,7 @@ async def test_another_router_goes_on_at_the_last_token(
         expected = (await cluster.client.generate(prompt, **options)).token_ids
         second: Any = await launch.start("router", cluster.settings, "router-1")
         held(cluster.router, lambda now: len(now[0]) >= 20)
+        quick = slow_down(cluster.workers["decode-0"])  # the other router has not ended the job when it is looked at
         async with AsyncClient(second.address) as client:
             job = await cluster.client.submit(prompt, **options)
             seen: list[int] = []
@@ -394,6 +395,7 @@ async def test_another_router_goes_on_at_the_last_token(
             await (crash(cluster.router) if how == "crashed" else cluster.router.jobs.leave())
             kept = (await client.job(job.job_id)).tokens
             assert 20 <= kept < 400
+            quick()
             async with asyncio.timeout(20):
                 assert seen + (await read(client, job.job_id, from_token=len(seen))) == expected
             done = await ended(client, job.job_id)
