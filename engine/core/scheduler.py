@@ -36,7 +36,7 @@ class States(Protocol):
 
     def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
         """Gives the sequence a slot with the deepest stored state of its prefix, and returns the hashes of the blocks
-        up to that state. Returns None if no slot is free or the pool cannot allocate a table of so many blocks."""
+        up to that state. Returns None if no slot is free or the pool cannot allocate `blocks` blocks."""
 
     def cut(self, sequence: Sequence, count: int) -> int:
         """How many of the next `count` tokens to compute, so that a snapshot can be stored after them."""

@@ -35,6 +35,7 @@ class Line:
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1 + MOST_BESIDE, "grammar")
         self.turn = threading.Lock()  # held to begin one
+        self.asked = 0  # as many use it; at 0 it and its threads end
         self.going = 0  # begun and not ended
 
 
@@ -63,10 +64,21 @@ class Grammars:
                 done.set_result(known)
                 return done
             line = self._lines[tenant]
+            line.asked += 1
         line.executor.submit(self._compile, spec, done, line, tenant)
         return done
 
     def _compile(self, spec: GrammarSpec, done: Future[Compiled], line: Line, tenant: str) -> None:
+        try:
+            self._in_turn(spec, done, line, tenant)
+        finally:
+            with self._lock:
+                line.asked -= 1
+                if not line.asked:
+                    del self._lines[tenant]
+                    line.executor.shutdown(wait=False)
+
+    def _in_turn(self, spec: GrammarSpec, done: Future[Compiled], line: Line, tenant: str) -> None:
         """They begin one at a time. One that takes long lets others begin, unless too many go on beside them."""
         with line.turn:
             if not done.set_running_or_notify_cancel() or self._answered(spec, done):

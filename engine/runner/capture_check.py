@@ -24,7 +24,7 @@ GAP = 0.02  # of the logits' standard deviation, between the captured and the un
 
 
 class Captured(Protocol):
-    """A captured step of so many rows (engine/runner/captured_steps.py)."""
+    """A captured step of `rows` rows (engine/runner/captured_steps.py)."""
 
     rows: int
 

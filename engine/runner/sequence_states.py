@@ -78,7 +78,7 @@ class SequenceStates:
     def resume(self, sequence: Sequence, blocks: int) -> list[bytes] | None:
         """Gives the sequence a slot with the deepest snapshot within its cached blocks, and returns the hashes of the
         blocks up to that snapshot, an empty list without a snapshot. Returns None, and copies nothing, if no slot is
-        free or the pool cannot allocate a table of so many blocks: a waiting sequence asks again in every step."""
+        free or the pool cannot allocate `blocks` blocks: a waiting sequence asks again in every step."""
         hashes = sequence.reusable(self._pool.block_size)
         found = self._pool.match(hashes)
         count = next((count for count in range(found, 0, -1) if hashes[count - 1] in self._snapshots), 0)

@@ -34,6 +34,7 @@ from services.router.preprocess.chat import forced_calls
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
 from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
+from tests.support.waiting import wait_until
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 EOS, VOCAB = 256, 290  # every byte, the end, and ids without a token
@@ -765,6 +766,14 @@ def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest
     slow.go.set()
     assert alone.result(60)
     assert after.result(60)
+
+
+def test_a_tenant_whose_grammars_are_compiled_has_no_threads() -> None:
+    """A worker serves more tenants than it should have threads for."""
+    grammars, before = Grammars(DEMO, 2048, [0]), set(threading.enumerate())
+    for tenant in range(8):
+        grammars.compile(GrammarSpec("regex", f"[a-{'bcdefghi'[tenant]}]+"), f"tenant-{tenant}").result(60)
+    wait_until(lambda: not {*threading.enumerate()} - before, 10, lambda: grammars._lines)
 
 
 def test_a_tenant_s_grammars_hold_up_no_other_tenant(

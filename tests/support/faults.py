@@ -97,7 +97,7 @@ def slow_down(worker: Any, step_s: float = 0.01, until: Callable[[], bool] = lam
 
 
 def together(worker: Any, count: int) -> None:
-    """Its engine runs nothing before so many sequences have joined it: they overlap, however quick it is."""
+    """Its engine runs no step until `count` sequences have joined it, so that they overlap."""
     engine, step = worker.engine, worker.engine.step
     begun = False
 

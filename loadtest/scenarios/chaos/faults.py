@@ -342,7 +342,7 @@ async def _pool(client: AsyncClient, *roles: str) -> list[Worker]:
     """Raises NotStruck if there is none."""
     workers = [worker for worker in (await client.workers()).workers if worker.role in roles]
     if not workers:
-        raise NotStruck("nobody is there")
+        raise NotStruck(f"no {' or '.join(roles)} worker is registered")
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
