@@ -57,6 +57,8 @@ class OrphanReaper:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the guard ends only after `up`
+    directory, *keep = (Path(argument) for argument in sys.argv[1:])
+    run_directory.hold(directory)
     watched = [(int(pid), float(created)) for pid, created in (line.split() for line in sys.stdin)]
     alive = []
     for pid, created in watched:
@@ -68,7 +70,6 @@ def main() -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
-    directory, *keep = (Path(argument) for argument in sys.argv[1:])
     for into in keep:
         try:
             run_directory.keep_logs(directory, into)

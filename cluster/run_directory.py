@@ -1,8 +1,9 @@
 """The private directory of one `tandem up`: sockets, Ray's session, logs. Its name identifies the process, so that the
-next start removes the directory of a killed one."""
+next start removes the directory of a killed one, unless its guard (cluster/orphan_reaper.py) is still at work."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -44,6 +45,22 @@ def _not_private(path: Path) -> PreconditionFailed:
 
 def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # a file may vanish meanwhile; what stays is stale at the next start
+
+
+def hold(path: Path) -> None:
+    """Keeps other starts from removing the directory, as long as this process lives."""
+    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+
+
+def _is_held(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def logs(path: Path) -> Path:
@@ -99,9 +116,14 @@ def _is_stale(path: Path) -> bool:
     pid, created = int(match[1]), int(match[2])
     try:
         # create_time is derived from the boot time, whose rounding may differ by a second between processes.
-        return abs(psutil.Process(pid).create_time() - created) > 2
+        if abs(psutil.Process(pid).create_time() - created) <= 2:
+            return False
     except psutil.NoSuchProcess:
-        return True
+        pass
+    try:
+        return not _is_held(path)
+    except FileNotFoundError:  # removed by its guard
+        return False
 
 
 def writable(folder: Path | None) -> Path | None:

@@ -53,8 +53,10 @@ class Usage:
         return cls(len(files), len(threads), pages * os.sysconf("SC_PAGE_SIZE"))
 
     def leaks(self, since: Usage) -> bool:
-        grown = self.memory - since.memory > GROWTH_BYTES
-        return self.files > since.files or self.threads > since.threads + GROWTH_THREADS or grown
+        return self.files > since.files or self.threads > since.threads + GROWTH_THREADS
+
+    def grows(self, since: Usage) -> bool:
+        return self.memory - since.memory > GROWTH_BYTES
 
 
 class FaultyDial:
@@ -126,7 +128,6 @@ class Pair:
                 self.source.popen.send_signal(signal.SIGCONT)
 
     def usage(self) -> tuple[Usage, Usage]:
-        gc.collect()
         return Usage.of(os.getpid()), Usage.of(self.source.popen.pid)
 
 
@@ -145,8 +146,10 @@ async def repeat(failures: int) -> tuple[list[tuple[Usage, Usage]], float]:
             await pair.check()
             if number == max(len(KINDS), failures // 10):
                 await asyncio.sleep(2 * STALL_S)
+                gc.collect()
                 seen.append(pair.usage())
         seconds = monotonic() - began
+        gc.collect()
         for _ in range(round(SETTLE_S / STALL_S)):
             if not any(now.leaks(then) for now, then in zip(pair.usage(), seen[0], strict=True)):
                 break
@@ -164,6 +167,6 @@ def main(
             f"{name}: open files {then.files} to {now.files}, threads {then.threads} to {now.threads}, "
             f"memory {then.memory / 2**20:.0f} to {now.memory / 2**20:.0f} MiB"
         )
-    leaked = any(now.leaks(then) for then, now in zip(first, last, strict=True))
+    leaked = any(now.leaks(then) or now.grows(then) for then, now in zip(first, last, strict=True))
     print("something remains of them" if leaked else "nothing remains of them")
     return int(leaked)

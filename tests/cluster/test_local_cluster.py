@@ -20,11 +20,13 @@ import pytest
 
 from cluster import local_cluster, run_directory
 from cluster.local_cluster import LocalCluster
+from cluster.orphan_reaper import OrphanReaper
 from cluster.state.registry import Registry
 from cluster.supervision.worker_process import Event
 from tandem.errors import CheckpointRefused, DeadlineExceeded, PreconditionFailed, SettingsError
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER
+from tests.support.waiting import wait_until
 
 SETUP_WORKER = Path(local_cluster.__file__).parent / "local_ray/setup_worker.py"
 
@@ -352,6 +354,24 @@ def test_a_run_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(run_directory.os, "getuid", lambda: -1)
     with pytest.raises(PreconditionFailed, match="not a private directory"):
         run_directory.create()
+
+
+def test_a_killed_runs_directory_is_left_to_its_guard(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Another start, which removes the directories of killed runs, waits for no guard, and takes no logs away that one
+    is about to keep."""
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    killed = directory / f"tandem-{ended.pid}-1"
+    run_directory.logs(killed).mkdir(parents=True)
+    (run_directory.logs(killed) / "worker-1.err").touch()
+    guard = OrphanReaper(killed, directory / "kept")
+    wait_until(lambda: run_directory._is_held(killed), SOON_S)
+    assert run_directory.remove_stale() == []
+    guard.stop()
+    assert [path.name for path in directory.glob("kept/logs-*/*")] == ["worker-1.err"]
+    run_directory.logs(killed).mkdir(parents=True)
+    assert run_directory.remove_stale() == [killed]
 
 
 def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:

@@ -29,8 +29,9 @@ SOON_S = 120.0
 JOINED = "Ray runtime started"
 STARTS = 3
 STREAMS = 4  # two on each of two workers
-# Reasons of a draining worker, and of one that has ended without the router's knowledge: nothing was computed there.
-NOT_TAKEN = ("is draining; place the request elsewhere", "Connection refused")
+# Reasons of a draining worker, of one whose server closes its connections after that, and of one that has ended without
+# the router's knowledge: nothing was computed there.
+NOT_TAKEN = ("is draining; place the request elsewhere", "Debug Text: Cancelling all calls)", "Connection refused")
 VALUES = example("laptop") | {"orchestrator": "ray"}
 EITHER = VALUES | {"ray": {"switch_roles": True}}
 ALONE = {"prefill": {"replicas": 0}}
@@ -130,11 +131,15 @@ def router_of(start: Start, drivers: list[Pod], folder: Path) -> Pod:
     return router
 
 
+def logged(folder: Path, event: str, worker: str) -> list[str]:
+    """The lines about this worker in the logs of Ray's processes."""
+    logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
+    return [line for text in logs for line in text.splitlines() if event in line and worker in line]
+
+
 def started(folder: Path, worker: str) -> int:
     """How often a supervisor has logged that this worker serves. A router learns it earlier."""
-    logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
-    lines = [line for text in logs for line in text.splitlines() if "supervisor.worker" in line and worker in line]
-    return sum("ready" in line for line in lines)
+    return sum("ready" in line for line in logged(folder, "supervisor.worker", worker))
 
 
 @contextmanager
@@ -224,6 +229,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
             leaves.terminate()
             leaves.ended()
         assert again == []
+        assert logged(folder, "worker.drain_cut", "decode-1") == []
         lost = node(start, "decode", "2")
         when(client, workers | {"decode-2": lost.ip})
         with load(client, expected, "decode-2") as again:
