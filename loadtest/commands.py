@@ -56,6 +56,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "ranks": Measurement("microbench.ranks:main", "a worker of several ranks against one of several threads"),
         "recurrence": Measurement("microbench.recurrence:main", "one recurrent layer, compared with transformers"),
+        "mixture": Measurement("microbench.mixture:main", "steps of a mixture of experts, compared with transformers"),
         "quality": Measurement("microbench.quality:main", "quantised weights or KV: agreement of the answers"),
         "families": Measurement("microbench.families:main", "every model type of transformers: served or refused"),
         "adapters": Measurement("microbench.adapters:main", "LoRA adapters: seconds of a step with and without"),

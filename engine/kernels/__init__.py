@@ -128,6 +128,15 @@ def fresh_memory(nbytes: int, device: torch.device = CPU) -> torch.Tensor:
     return memory
 
 
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN without memory, in the place of a weight that is packed: any other reader is detected."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def is_nothing(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
 def _orders(level: str, dtype: torch.dtype) -> tuple[str, ...]:
     """That models of this type can have there. In float32 the orders of bfloat16 are one and the same chain."""
     chain = (CHAINS[level],) if dtype == torch.float32 and level in CHAINS else ()

@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels import DTYPES, fresh_memory, panels_of
+from engine.kernels import DTYPES, experts, fresh_memory, panels_of
 from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
@@ -51,10 +51,14 @@ def find_norms(model: nn.Module) -> None:
 
 
 def switch(model: nn.Module, on: bool) -> None:
-    """Switches the modules below `model` that have a replacement to its forward, or back."""
+    """Switches the modules below `model` that have a replacement to its forward, or back. Packed experts have no way
+    back: torch multiplies by their unpacked weights instead."""
     for module in model.modules():
         kind: Any = type(module)  # mypy considers nn.Module's classes unhashable
-        if not on and issubclass(kind, Compiled):
+        if experts.has_stacks(module):
+            own = kind.__bases__[1] if issubclass(kind, Compiled) else kind
+            module.__class__ = compiled(own, Experts if on else PlainExperts)
+        elif not on and issubclass(kind, Compiled):
             module.__class__ = kind.__bases__[1]
         elif on and REPLACEMENT in module.__dict__ and not issubclass(kind, Compiled):
             module.__class__ = compiled(kind, module.__dict__[REPLACEMENT])
@@ -65,32 +69,49 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
 
     With a cache this memory is a mapped file, and the model's own weights move there too, unless they are in a file
     already; they keep their values. Without one they stay in place for other readers: an embedding that is tied to the
-    head, an attention that reads its projections' weights, the comparison of the self-check. Returns a line that says
-    where the panels are.
+    head, an attention that reads its projections' weights, the comparison of the self-check. A mixture's experts have
+    panels alone (engine/kernels/experts.py). Returns a line that says where the panels are. Raises CheckpointRefused
+    when packed experts are wrong.
     """
     layers = [(layer, weight) for layer in model.modules() if (weight := weight_of(layer)) is not None]
     weights = {_key(weight): weight for _, weight in layers}  # tied weights are packed once
-    types = [weight.dtype for weight in weights.values()]
+    mixtures = list(experts.found(model))
+    stacks = [weight for mixture in mixtures for weight in experts.weights(mixture)]
+    types = [weight.dtype for weight in (*weights.values(), *stacks)]
     sizes = [_packed_bytes(weight) for weight in weights.values()]
+    sizes += [len(weight) * _packed_bytes(weight[0]) for weight in stacks]
     own = _in_memory(model) if cache is not None and layers else []
     kept: list[torch.Tensor] | None = None
     if cache is not None and layers:
         kept = cache.get(
-            _name(weights.values(), own),
+            _name((*weights.values(), *stacks), own),
             [*sizes, *(each.nbytes for each in own)],
-            lambda: chain(map(torch.ops.tandem.pack.default, weights.values()), own),
+            lambda: chain(map(torch.ops.tandem.pack.default, weights.values()), map(experts.pack, stacks), own),
         )
     said = f"weights: {sum(sizes) >> 20} MiB in panels, in"
     if kept is None:
         for _ in pack_each(model):
             pass
+        pack_experts(model)
         return f"{said} memory of this worker alone"
-    views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
+    panels = [part.view(dtype) for part, dtype in zip(kept, types, strict=False)]
+    views = dict(zip(weights, panels, strict=False))
     for layer, weight in layers:
         _give_panels(layer, views[_key(weight)], weight)
-    for tensor, part in zip(own, kept[len(weights) :], strict=True):
+    for tensor, part in zip(own, kept[len(types) :], strict=True):
         tensor.data = part.view(tensor.dtype).view(tensor.shape)
+    adopter, of_stacks = experts.Adopter(), iter(panels[len(weights) :])
+    for mixture in mixtures:
+        adopter.adopt(mixture, [next(of_stacks), next(of_stacks)])
     return f"{said} a file that all workers share"
+
+
+def pack_experts(model: nn.Module) -> None:
+    """Packs the experts below `model`, one module after another, whose original weights it drops. Raises
+    CheckpointRefused when a product is wrong."""
+    adopter = experts.Adopter()
+    for mixture in experts.found(model):
+        adopter.adopt(mixture, [experts.pack(weight) for weight in experts.weights(mixture)])
 
 
 def pack_each(model: nn.Module) -> Iterator[list[nn.Module]]:
@@ -136,8 +157,10 @@ def _packed_bytes(weight: torch.Tensor) -> int:
 
 
 def _in_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters that take memory of this process, because loading them has changed their type."""
+    """Parameters that take memory of this process, because loading them has changed their type, and that stay."""
+    dropped = {weight.data_ptr() for mixture in experts.found(model) for weight in experts.weights(mixture)}
     parameters = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
+    parameters = [each for each in parameters if each.data_ptr() not in dropped]
     return [each for each, on_disk in zip(parameters, file_backed(parameters), strict=True) if not on_disk]
 
 
@@ -165,6 +188,7 @@ def tie(table: nn.Embedding, layer: nn.Module) -> None:
 def panels(model: nn.Module) -> list[torch.Tensor]:
     """The packed weights of its products, each once."""
     packed = [each.__dict__[_PACKED][0] for each in model.modules() if _PACKED in each.__dict__]
+    packed += [stack.panels for stack in experts.stacks(model)]
     return list({id(tensor): tensor for tensor in packed}.values())
 
 
@@ -249,6 +273,20 @@ class Linear(Compiled):
             out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
             return out
         return multiply(self, x)
+
+
+class Experts(Compiled):
+    """A mixture's experts over panels, with results that do not depend on the other rows."""
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return experts.forward(self, hidden_states, chosen, shares)
+
+
+class PlainExperts(Compiled):
+    """The same by torch, of which an expert is unpacked at a time: the self-check's reference."""
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return experts.forward(self, hidden_states, chosen, shares, experts.Stack.multiply_plainly)
 
 
 class Embedding(Compiled):

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 
 namespace tandem {
 
@@ -76,5 +77,9 @@ bool served(at::ScalarType type);
 // contiguous. The order of a sum depends on the strides of w and on k alone. With bias, the columns of w must be
 // contiguous.
 void product(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, at::Tensor& y);
+
+// y [m, n] = x [m, k] times a packed weight [n, k] transposed, plus bias [n]; x and y are contiguous.
+void linear_into(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t n,
+                 int64_t k, const at::Tensor& y);
 
 }  // namespace tandem

@@ -677,6 +677,17 @@ Tensor linears_gated(const Tensor& x, at::TensorList packed, const c10::List<std
 }
 
 }  // namespace
+
+void linear_into(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k,
+                 const Tensor& y) {
+  TORCH_CHECK(served(x.scalar_type()) && x.size(-1) == k && y.size(-1) == n, "tandem::linear_into: x is ", x.sizes());
+  with_multiplication(x, [&](auto of_type) {
+    of_type = {x, {}, {packed}, {y}, {bias}, k, ""};
+    of_type.prepare();
+    of_type.run();
+  });
+}
+
 }  // namespace tandem
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.core.weight_formats import BITS, group_of, of_head, weight_bytes
-from engine.kernels import fresh_memory, modules
+from engine.kernels import experts, fresh_memory, is_nothing, modules, nothing
 from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -268,15 +268,6 @@ def put(layer: Any, codes: Codes) -> None:
     layer.__class__ = modules.compiled(kind, Dequantised)
 
 
-def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN without memory."""
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def is_nothing(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 1 and not any(tensor.stride())
-
-
 def pack_in_place(model: nn.Module) -> int:
     """Packs one product after another, proves each, and drops its original weight, so that only one weight at a time is
     in memory twice. Returns the bytes that were dropped. An embedding that is tied to a product looks up its panels; a
@@ -302,6 +293,7 @@ def pack_in_place(model: nn.Module) -> int:
                 modules.tie(table, layers[0])
             dropped += weight.nbytes
             weight.data = nothing(weight.shape, weight.dtype, weight.device)
+    modules.pack_experts(model)
     return dropped
 
 
@@ -312,9 +304,10 @@ def weight_in(layer: Any) -> Any:
 
 
 def bytes_in(model: nn.Module) -> int:
-    """Bytes of the weights below `model`, those of codes in the place of what they replace."""
+    """Bytes of the weights below `model`, those of codes and packed experts in the place of what they replace."""
     plain = sum(each.nbytes for each in model.parameters() if not is_nothing(each))
-    return plain + sum(codes.nbytes for codes in codes_in(model))
+    packed = sum(stack.nbytes for stack in experts.stacks(model))
+    return plain + packed + sum(codes.nbytes for codes in codes_in(model))
 
 
 def codes_in(model: nn.Module) -> Iterator[Codes]:

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine.kernels import weight_quantization
+from engine import kernels
 from engine.loading.gptq_awq_fp8 import Product, Weights
 from engine.parallel.weight_cut import Cut, Part
 
@@ -189,7 +189,7 @@ def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedMode
             """Removes the weights, but keeps the device, because models move ids to the embedding's device."""
             for module, own, name in places:
                 like = loaded.get_parameter(name)
-                none = weight_quantization.nothing(module._parameters[own].shape, like.dtype, like.device)
+                none = kernels.nothing(module._parameters[own].shape, like.dtype, like.device)
                 module._parameters[own] = nn.Parameter(none, requires_grad=False)
 
         empty()

@@ -42,10 +42,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine import kernels
 from engine.attention import stored_kv
 from engine.attention.forward_context import Batch
 from engine.attention.stored_kv import Stored
-from engine.kernels import weight_quantization
 from engine.kv.kv_cache import KvCache, dtype_name
 from engine.kv.kv_cache_spec import describe, smallest_reach
 from engine.runner.model_runner import ModelRunner
@@ -280,9 +280,7 @@ def _float32_copy(model: ModelRunner) -> Iterator[None]:
         for each in parameters:
             data = each.data
             each.data = (
-                weight_quantization.nothing(data.shape, torch.float32, data.device)
-                if weight_quantization.is_nothing(data)
-                else data.float()
+                kernels.nothing(data.shape, torch.float32, data.device) if kernels.is_nothing(data) else data.float()
             )
         with _float32_buffers(model.module, dtype):
             model.dtype = torch.float32
@@ -340,7 +338,7 @@ def _widened(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -
     """The forward of a module with its weights of `dtype` in float32."""
     narrow = dict(module._parameters)
     for name, each in narrow.items():
-        if each is not None and each.dtype == dtype and not weight_quantization.is_nothing(each):
+        if each is not None and each.dtype == dtype and not kernels.is_nothing(each):
             module._parameters[name] = nn.Parameter(each.float(), requires_grad=False)
     try:
         return type(module).forward(module, *args, **kwargs)

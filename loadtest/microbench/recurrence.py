@@ -148,17 +148,25 @@ class Layer:
 class Steps:
     """Decode steps of a whole model, each call one more."""
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, weights: str = "checkpoint") -> None:
         self._theirs = model_of(config, dtype)
         transformers_logging.disable_progress_bar()
         with TemporaryDirectory() as folder:
             self._theirs.save_pretrained(folder)
-            self._ours = load_model(folder, dtype=dtype, device=CPU, max_model_len=LONGEST, block_size=16)
+            self._ours = load_model(
+                folder, dtype=dtype, device=CPU, max_model_len=LONGEST, block_size=16, weights=weights
+            )
 
     def transformers(self, sequences: int) -> Callable[[], None]:
-        cache, prompt = DynamicCache(config=self._theirs.config), torch.ones(sequences, PAST, dtype=torch.int64)
-        self._theirs(input_ids=prompt, past_key_values=cache)
-        return lambda: self._theirs(input_ids=prompt[:, :1], past_key_values=cache, logits_to_keep=1)
+        cache = DynamicCache(config=self._theirs.config)
+        tokens = torch.tensor([prompt_of(number) for number in range(sequences)])
+
+        def run() -> None:
+            nonlocal tokens
+            tokens = self._theirs(input_ids=tokens, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+        run()
+        return run
 
     def engine(self, sequences: int, captured: bool) -> tuple[Callable[[], None], str]:
         """And how its steps are captured."""
@@ -169,11 +177,14 @@ class Steps:
         engine = Engine(self._ours, config)
         how = engine.capture() if captured else "not captured"
         for number in range(sequences):
-            prompt = [(number + place) % 64 for place in range(PAST)]
-            engine.add(Sequence(id=f"{number}", tokens=prompt, prompt_len=PAST, max_len=LONGEST))
+            engine.add(Sequence(id=f"{number}", tokens=prompt_of(number), prompt_len=PAST, max_len=LONGEST))
         while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
             engine.step()
         return lambda: asserted(engine.step()), how
+
+
+def prompt_of(number: int, length: int = PAST) -> list[int]:
+    return [(number + place) % REST["vocab_size"] for place in range(length)]
 
 
 def asserted(done: object) -> None:

@@ -481,7 +481,7 @@ def test_packed_in_place_only_what_others_read_is_left(dtype: torch.dtype) -> No
         modules.switch(model, True)
         for at, expected in enumerate(before):
             torch.testing.assert_close(model[at](ids if at in (1, 3) else x), expected)
-    left = [not weight_quantization.is_nothing(model[at].weight) for at in range(5)]
+    left = [not kernels.is_nothing(model[at].weight) for at in range(5)]
     assert left == [False, False, True, True, False]
     assert dropped == (7 + 6) * 5 * x.element_size()
 
