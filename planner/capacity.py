@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls, plan_parts, slot_bytes
 from engine.core.packing_scheme import METHODS
 from engine.core.weight_formats import BITS, of_head, weight_bytes
-from planner import kv_calls, packed, recurrent
+from planner import experts, kv_calls, packed, recurrent
 from planner.kv_calls import Call, first
 from planner.packed import Codings, Shapes
 from planner.recurrent import NONE, States
@@ -55,6 +55,7 @@ class Shape:
     why: str  # how the KV size was determined, in words
     products: int  # parameters of products, the weights that can be quantised
     quantised: dict[str, int]  # format -> bytes of these
+    experts: int  # parameters of products that are a mixture's experts, which are rounded on CPU alone
     ready: bool = False  # quantised in the checkpoint
     coded: int | None = None  # bytes of the quantised products; None if its files do not say
     ranks: int = 1  # of one worker
@@ -129,7 +130,7 @@ def read_shape(folder: Path) -> Shape:
         layers=layers,
         calls=calls,
         context=_context(config, required=bool(calls)),
-        **sizes(shapes, codings, ready=bool(asked)),
+        **sizes(shapes, codings, ready=bool(asked), with_experts=True),
         stored_bytes=stored,
         why=why,
         ready=bool(asked),
@@ -138,13 +139,21 @@ def read_shape(folder: Path) -> Shape:
     )
 
 
-def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool) -> dict[str, Any]:
-    """The fields of a Shape that count parameters and bytes, for a model or a part of one."""
+def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool, with_experts: bool) -> dict[str, Any]:
+    """The fields of a Shape that count parameters and bytes, for a model or a part of one. `with_experts`: those of a
+    mixture are rounded, too."""
     products = product_shapes(shapes) if codings is None else {name: shapes[name] for name in codings}
+    mixture = list(experts.matrices(shapes)) if with_experts and codings is None else []
+    of_experts = sum(map(math.prod, mixture))
+    rounded = {
+        format: _quantised(shapes, format) + sum(count * weight_bytes(n, k, format) for count, n, k in mixture)
+        for format in BITS
+    }
     return {
         "parameters": sum(map(math.prod, shapes.values())),
-        "products": sum(map(math.prod, products.values())),
-        "quantised": {} if ready else {format: _quantised(shapes, format) for format in BITS},
+        "products": sum(map(math.prod, products.values())) + of_experts,
+        "quantised": {} if ready else rounded,
+        "experts": 0 if ready else of_experts,
         "coded": None if codings is None else packed.coded_bytes(shapes, codings),
     }
 

@@ -52,7 +52,7 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
         raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
     calls = tuple((max(1, heads // ranks) if cut else heads, k_dim, v_dim) for heads, k_dim, v_dim in shape.calls)
-    rank = replace(shape, calls=calls, **sizes(own, codings, ready=shape.ready))
+    rank = replace(shape, calls=calls, **sizes(own, codings, ready=shape.ready, with_experts=False))
     return replace(shape, ranks=ranks, rank=rank)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import modules
-from engine.kernels.modules import Compiled
+from engine.kernels.replacement import Compiled
 
 log = logging.getLogger(__name__)
 

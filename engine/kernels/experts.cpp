@@ -10,6 +10,7 @@
 
 #include <cstring>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -46,13 +47,29 @@ void copy_rows(const Tensor& source, const Tensor& target, int64_t count, int64_
   });
 }
 
-// The arguments of `experts` but for x; it owns its tensors.
-struct Weights {
-  Tensor chosen, packed;
-  std::optional<Tensor> bias;
-  int64_t n, k;
+std::optional<Tensor> of_expert(const std::optional<Tensor>& all, int64_t expert) {
+  return all.has_value() ? std::optional<Tensor>(all->select(0, expert)) : std::nullopt;
+}
 
-  // y [chosen, n] from x [rows, k]. Each row of x has as many places in `chosen`, one after another.
+// The weights [n, k] of all experts and which of them are chosen; it owns its tensors. Each row of x has as many places
+// in `chosen`, one after another.
+struct Weights {
+  Tensor chosen, packed;  // packed[e]: panels, or codes
+  std::optional<Tensor> scales, bias;
+  int64_t n, k, group;  // group and format are those of codes
+  std::string format;
+
+  void check(const Tensor& x) const {
+    TORCH_CHECK(x.dim() == 2 && x.size(1) == k && chosen.scalar_type() == at::kLong && packed.dim() == 2,
+                "tandem::experts: x is ", x.sizes(), ", the weights' rows have ", k, " elements");
+    TORCH_CHECK(x.size(0) == 0 ? chosen.numel() == 0 : chosen.numel() % x.size(0) == 0, "tandem::experts: ",
+                chosen.numel(), " experts for ", x.size(0), " rows");
+    for (const std::optional<Tensor>* each : {&scales, &bias})
+      TORCH_CHECK(!each->has_value() || ((*each)->is_contiguous() && (*each)->dim() == 2 && (*each)->size(0) == packed.size(0)),
+                  "tandem::experts wants scales and biases for each expert");
+  }
+
+  // y [chosen, n] from x [rows, k], both contiguous.
   void multiply(const Tensor& x, const Tensor& y) const {
     const int64_t count = chosen.numel(), experts = packed.size(0), each = count / std::max<int64_t>(1, x.size(0));
     const ByExpert order(chosen, experts);
@@ -63,39 +80,55 @@ struct Weights {
     for (int64_t e = 0; e < experts; ++e) {
       const int64_t first = order.starts[e], some = order.starts[e + 1] - first;
       if (some == 0) continue;
-      std::optional<Tensor> add;
-      if (bias.has_value()) add = bias->select(0, e);
-      linear_into(rows.narrow(0, first, some), packed.select(0, e), add, n, k, results.narrow(0, first, some));
+      const Tensor from = rows.narrow(0, first, some), to = results.narrow(0, first, some);
+      if (scales.has_value())
+        linear_codes_into(from, packed.select(0, e), scales->select(0, e), of_expert(bias, e), n, k, group, format, to);
+      else
+        linear_into(from, packed.select(0, e), of_expert(bias, e), n, k, to);
     }
     copy_rows(results, y, count, n * x.element_size(), same, place);
   }
 };
+
+Tensor multiplied(const Tensor& x, const Weights& weights) {
+  weights.check(x);
+  Tensor y = at::empty({weights.chosen.numel(), weights.n}, x.options());
+  weights.multiply(x.contiguous(), y);
+  return y;
+}
 
 // Rows of x [rows, k], each of them with as many of the experts `chosen` [chosen], one after another: row i of the
 // result [chosen, n] is that of x times the packed weight [n, k] of expert chosen[i], `packed[chosen[i]]`, transposed,
 // plus its bias.
 Tensor experts(const Tensor& x, const Tensor& chosen, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
                int64_t k) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == k && chosen.scalar_type() == at::kLong && packed.dim() == 2,
-              "tandem::experts: x is ", x.sizes(), ", the weights' rows have ", k, " elements");
-  TORCH_CHECK(x.size(0) == 0 ? chosen.numel() == 0 : chosen.numel() % x.size(0) == 0,
-              "tandem::experts: ", chosen.numel(), " experts for ", x.size(0), " rows");
-  TORCH_CHECK(!bias.has_value() || (bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == packed.size(0)),
-              "tandem::experts wants a bias for each expert");
-  Tensor y = at::empty({chosen.numel(), n}, x.options());
-  Weights{chosen.contiguous(), packed, bias, n, k}.multiply(x.contiguous(), y);
-  return y;
+  return multiplied(x, {chosen.contiguous(), packed, std::nullopt, bias, n, k, 0, ""});
+}
+
+// The same with weights as codes and scales.
+Tensor experts_codes(const Tensor& x, const Tensor& chosen, const Tensor& codes, const Tensor& scales,
+                     const std::optional<Tensor>& bias, int64_t n, int64_t k, int64_t group, c10::string_view format) {
+  return multiplied(x, {chosen.contiguous(), codes, scales, bias, n, k, group, std::string(format)});
 }
 
 using torch::jit::Stack;
 
-const bool replayed = register_replay("experts", [](const Stack& in, const Stack& out) -> Replay {
-  const Tensor x = in[0].toTensor(), chosen = in[1].toTensor();
-  if (!x.is_contiguous() || !chosen.is_contiguous()) return {};
-  const std::optional<Tensor> bias = in[3].isNone() ? std::nullopt : std::optional<Tensor>(in[3].toTensor());
-  return [x, y = out[0].toTensor(), own = Weights{chosen, in[2].toTensor(), bias, in[4].toInt(), in[5].toInt()}] {
-    own.multiply(x, y);
-  };
+std::optional<Tensor> if_any(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional<Tensor>(value.toTensor());
+}
+
+Replay replay_of(const Stack& in, const Stack& out, Weights weights) {
+  const Tensor x = in[0].toTensor();
+  if (!x.is_contiguous() || !weights.chosen.is_contiguous()) return {};
+  return [x, y = out[0].toTensor(), own = std::move(weights)] { own.multiply(x, y); };
+}
+
+const bool replayed = register_replay("experts", [](const Stack& in, const Stack& out) {
+  return replay_of(in, out, {in[1].toTensor(), in[2].toTensor(), {}, if_any(in[3]), in[4].toInt(), in[5].toInt(), 0, ""});
+});
+const bool codes_replayed = register_replay("experts_codes", [](const Stack& in, const Stack& out) {
+  return replay_of(in, out, {in[1].toTensor(), in[2].toTensor(), in[3].toTensor(), if_any(in[4]), in[5].toInt(),
+                             in[6].toInt(), in[7].toInt(), in[8].toStringRef()});
 });
 
 }  // namespace
@@ -103,6 +136,11 @@ const bool replayed = register_replay("experts", [](const Stack& in, const Stack
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("experts(Tensor x, Tensor chosen, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
+  m.def("experts_codes(Tensor x, Tensor chosen, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group,"
+        " str format) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(tandem, CPU, m) { m.impl("experts", &tandem::experts); }
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("experts", &tandem::experts);
+  m.impl("experts_codes", &tandem::experts_codes);
+}

@@ -10,7 +10,7 @@ before the originals are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.core.weight_formats import weight_bytes
 from engine.kernels import DTYPES, exact, fresh_memory, nothing
+from engine.kernels.replacement import Compiled, compiled, own_class
 from tandem.errors import CheckpointRefused
 
 ROWS_TRIED, CHOSEN_TRIED = 13, 2  # rows, and experts of each
@@ -43,18 +45,8 @@ class Stack:
     def multiply(self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[chosen, n], from x [rows, k]; each row has as many of the experts `chosen` [chosen]."""
         if x.dtype != self.panels.dtype:
-            return self.multiply_plainly(x, chosen, bias)
+            return plainly(self, x, chosen, bias)
         out: torch.Tensor = torch.ops.tandem.experts.default(x, chosen, self.panels, bias, self.n, self.k)
-        return out
-
-    def multiply_plainly(self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """By torch, in x's type, one expert after the other."""
-        out = x.new_empty(len(chosen), self.n)
-        each = len(chosen) // max(1, len(x))
-        for expert in sorted(set(chosen.tolist())):
-            (at,) = torch.nonzero(chosen == expert, as_tuple=True)
-            weight = self.weight(expert).to(x.dtype)
-            out[at] = F.linear(x[at // each], weight, None if bias is None else bias[expert].to(x.dtype))
         return out
 
     def weight(self, expert: int) -> torch.Tensor:
@@ -63,17 +55,63 @@ class Stack:
         return out
 
 
+@dataclass(frozen=True)
+class CodedStack:
+    """The same as codes [experts, bytes] times scales [experts, scales], in panels (engine/kernels/lowbit.cpp)."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    n: int
+    k: int
+    group: int
+    format: str
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.codes) * weight_bytes(self.n, self.k, self.format, self.group)
+
+    def multiply(self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tandem.experts_codes.default(
+            x, chosen, self.codes, self.scales, bias, self.n, self.k, self.group, self.format
+        )
+        return out
+
+    def weight(self, expert: int) -> torch.Tensor:
+        """In float32."""
+        out: torch.Tensor = torch.ops.tandem.unpack_codes.default(
+            self.codes[expert], self.scales[expert], self.n, self.k, self.group, self.format
+        )
+        return out
+
+
+AnyStack = Stack | CodedStack
+
+
+def plainly(stack: AnyStack, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `multiply`, by torch, one expert after the other: in x's type, or, over codes, in float32."""
+    out = x.new_empty(len(chosen), stack.n)
+    each = len(chosen) // max(1, len(x))
+    for expert in sorted(set(chosen.tolist())):
+        (at,) = torch.nonzero(chosen == expert, as_tuple=True)
+        weight = stack.weight(expert)
+        wide = x.dtype if isinstance(stack, Stack) else weight.dtype
+        added = None if bias is None else bias[expert].to(wide)
+        out[at] = F.linear(x[at // each].to(wide), weight.to(wide), added).to(x.dtype)
+    return out
+
+
 def found(model: nn.Module) -> Iterator[nn.Module]:
     """The experts below `model` that the operators can serve, and do not yet."""
     for module in model.modules():
         if has_stacks(module):
             continue
-        weights = [module._parameters.get(name) for name in _names(module)]
+        weights = [module._parameters.get(name) for name in names(module)]
         if weights and all(each is not None and each.dim() == 3 and each.dtype in DTYPES for each in weights):
             yield module
 
 
-def _names(module: Any) -> tuple[str, ...]:
+def names(module: Any) -> tuple[str, ...]:
     """The names of both parameters; none of a module without transformers' common form."""
     if not hasattr(module, "_apply_gate") or not hasattr(type(module).forward, "__wrapped__"):
         return ()
@@ -82,7 +120,7 @@ def _names(module: Any) -> tuple[str, ...]:
 
 def weights(module: Any) -> list[torch.Tensor]:
     """Both weights as [experts, out, in], up and down."""
-    own = [module._parameters[name].detach() for name in _names(module)]
+    own = [module._parameters[name].detach() for name in names(module)]
     return [each.transpose(1, 2) if module.is_transposed else each for each in own]
 
 
@@ -97,50 +135,57 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return panels
 
 
+def stacked(module: nn.Module, panels: list[torch.Tensor]) -> list[AnyStack]:
+    """The stacks of both weights, from their panels."""
+    return [
+        Stack(each.view(len(weight), -1), weight.shape[1], weight.shape[2], name)
+        for each, weight, name in zip(panels, weights(module), names(module), strict=True)
+    ]
+
+
 class Adopter:
-    """Gives experts their panels, proves one module of each kind and shape, and drops the original weights."""
+    """Gives experts their stacks, proves one module of each kind and shape, and drops the original weights."""
 
     def __init__(self) -> None:
         self._proved: set[Any] = set()
 
-    def adopt(self, module: nn.Module, panels: list[torch.Tensor]) -> None:
-        """`panels` has those of both weights. Raises CheckpointRefused when a result is wrong."""
-        own = weights(module)
-        module.__dict__[_STACKS] = [
-            Stack(each.view(len(weight), -1), weight.shape[1], weight.shape[2], name)
-            for each, weight, name in zip(panels, own, _names(module), strict=True)
-        ]
-        kind = (type(module), own[0].dtype, *(each.shape for each in own))
+    def adopt(self, module: nn.Module, both: Sequence[AnyStack]) -> None:
+        """Raises CheckpointRefused when a result is wrong."""
+        module.__dict__[_STACKS] = both
+        kind = (type(module), weights(module)[0].dtype, *(each.shape for each in weights(module)))
         if kind not in self._proved:
             prove(module)
             self._proved.add(kind)
-        for name in _names(module):
+        for name in names(module):
             parameter = module._parameters[name]
             assert parameter is not None
             parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
+        switch(module, False)
 
 
 @torch.inference_mode()
 def prove(module: Any) -> None:
-    """Compares the experts over panels with the module's own forward, a row alone with the same among others, and an
-    unpacked weight with the original. Raises CheckpointRefused if they differ."""
-    up, down = module.__dict__[_STACKS]
-    dtype, experts = up.panels.dtype, len(up.panels)
+    """Compares the experts over stacks with the module's own forward (by torch over the unpacked weights, if those are
+    rounded), and a row alone with the same among others. Raises CheckpointRefused if they differ."""
+    own, both = weights(module), module.__dict__[_STACKS]
+    dtype, count = own[0].dtype, len(own[0])
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS_TRIED, up.k, generator=generator).to(dtype)
-    chosen = torch.rand(ROWS_TRIED, experts, generator=generator).topk(min(CHOSEN_TRIED, experts)).indices
+    x = torch.randn(ROWS_TRIED, both[0].k, generator=generator).to(dtype)
+    chosen = torch.rand(ROWS_TRIED, count, generator=generator).topk(min(CHOSEN_TRIED, count)).indices
     shares = torch.rand(chosen.shape, generator=generator).to(dtype)
+    rounded = any(isinstance(stack, CodedStack) for stack in both)
     with exact(x.device):
-        ours, theirs = forward(module, x, chosen, shares), module.forward(x, chosen, shares)
-        alone = forward(module, x[-1:], chosen[-1:], shares[-1:])
+        ours, alone = forward(module, x, chosen, shares), forward(module, x[-1:], chosen[-1:], shares[-1:])
+        plain = forward(module, x, chosen, shares, plainly)
+        theirs = plain if rounded else module.forward(x, chosen, shares)
     allowed = GAP[dtype] * theirs.float().square().mean().sqrt()
-    same = bool((ours.float() - theirs.float()).abs().max() <= allowed)  # false for NaN
+    same = all(bool((each.float() - theirs.float()).abs().max() <= allowed) for each in (ours, plain))  # false for NaN
     same &= torch.equal(alone[0], ours[-1])
-    for stack, weight in zip((up, down), weights(module), strict=True):
-        same &= torch.equal(stack.weight(experts - 1), weight[experts - 1])
+    if not rounded:
+        same &= all(torch.equal(s.weight(count - 1), w[count - 1]) for s, w in zip(both, own, strict=True))
     if not same:
         raise CheckpointRefused(
-            f"the compiled products of {type(module).__name__} with weights of {tuple(up.panels.shape)} in {dtype}"
+            f"the compiled products of {type(module).__name__} with weights of {tuple(own[0].shape)} in {dtype}"
             ' differ from torch\'s; load it with kernels="reference"'
         )
 
@@ -150,12 +195,12 @@ def forward(
     x: torch.Tensor,
     chosen: torch.Tensor,
     shares: torch.Tensor,
-    multiply: Callable[..., torch.Tensor] = Stack.multiply,
+    multiply: Callable[..., torch.Tensor] = lambda stack, *of: stack.multiply(*of),
 ) -> torch.Tensor:
     """What the module computes, from x [rows, width], and each row's experts and their shares [rows, some]."""
     (up, down), each = module.__dict__[_STACKS], chosen.reshape(-1).long()
 
-    def product(stack: Stack, rows: torch.Tensor) -> torch.Tensor:
+    def product(stack: AnyStack, rows: torch.Tensor) -> torch.Tensor:
         bias = module._parameters[f"{stack.name}_bias"] if module.has_bias else None
         return multiply(stack, rows, each, bias)
 
@@ -168,7 +213,26 @@ def forward(
     return y.view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
-def stacks(model: nn.Module) -> Iterator[Stack]:
+class Experts(Compiled):
+    """A mixture's experts over stacks, with results that do not depend on the other rows."""
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return forward(self, hidden_states, chosen, shares)
+
+
+class PlainExperts(Compiled):
+    """The same by torch, for which each expert is unpacked: the self-check's reference."""
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return forward(self, hidden_states, chosen, shares, plainly)
+
+
+def switch(module: nn.Module, on: bool) -> None:
+    """Experts with stacks, to the operators or to torch; their own forward has no weights any more."""
+    module.__class__ = compiled(own_class(module), Experts if on else PlainExperts)
+
+
+def stacks(model: nn.Module) -> Iterator[AnyStack]:
     """Those below `model`."""
     for module in model.modules():
         yield from module.__dict__.get(_STACKS, ())

@@ -400,6 +400,13 @@ const bool linears_gated_replayed = register_replay("linears_codes_gated", [](co
 });
 
 }  // namespace
+
+void linear_codes_into(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                       int64_t n, int64_t k, int64_t group, std::string_view format, const Tensor& y) {
+  Prepared prepared;
+  multiply_codes(x, prepared, {codes, scales, bias, n, k, group, format}, {}, nullptr, {}, y);
+}
+
 }  // namespace tandem
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {

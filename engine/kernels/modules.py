@@ -1,12 +1,11 @@
 """The modules of a model that operators replace, recognised by what a module computes and never by its name.
 
-A replaced module keeps its object, weights and hooks and changes its class to a subclass with another `forward`. So it
-can be switched back at any time, and isinstance checks give the same result.
+A replaced module changes its class (engine/kernels/replacement.py). So it can be switched back at any time, and
+isinstance checks give the same result.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
@@ -18,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import DTYPES, experts, fresh_memory, panels_of
+from engine.kernels.replacement import Compiled, compiled, own_class
 from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
@@ -56,10 +56,9 @@ def switch(model: nn.Module, on: bool) -> None:
     for module in model.modules():
         kind: Any = type(module)  # mypy considers nn.Module's classes unhashable
         if experts.has_stacks(module):
-            own = kind.__bases__[1] if issubclass(kind, Compiled) else kind
-            module.__class__ = compiled(own, Experts if on else PlainExperts)
+            experts.switch(module, on)
         elif not on and issubclass(kind, Compiled):
-            module.__class__ = kind.__bases__[1]
+            module.__class__ = own_class(module)
         elif on and REPLACEMENT in module.__dict__ and not issubclass(kind, Compiled):
             module.__class__ = compiled(kind, module.__dict__[REPLACEMENT])
 
@@ -102,7 +101,7 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
         tensor.data = part.view(tensor.dtype).view(tensor.shape)
     adopter, of_stacks = experts.Adopter(), iter(panels[len(weights) :])
     for mixture in mixtures:
-        adopter.adopt(mixture, [next(of_stacks), next(of_stacks)])
+        adopter.adopt(mixture, experts.stacked(mixture, [next(of_stacks), next(of_stacks)]))
     return f"{said} a file that all workers share"
 
 
@@ -111,7 +110,7 @@ def pack_experts(model: nn.Module) -> None:
     CheckpointRefused when a product is wrong."""
     adopter = experts.Adopter()
     for mixture in experts.found(model):
-        adopter.adopt(mixture, [experts.pack(weight) for weight in experts.weights(mixture)])
+        adopter.adopt(mixture, experts.stacked(mixture, [*map(experts.pack, experts.weights(mixture))]))
 
 
 def pack_each(model: nn.Module) -> Iterator[list[nn.Module]]:
@@ -188,7 +187,7 @@ def tie(table: nn.Embedding, layer: nn.Module) -> None:
 def panels(model: nn.Module) -> list[torch.Tensor]:
     """The packed weights of its products, each once."""
     packed = [each.__dict__[_PACKED][0] for each in model.modules() if _PACKED in each.__dict__]
-    packed += [stack.panels for stack in experts.stacks(model)]
+    packed += [stack.panels for stack in experts.stacks(model) if isinstance(stack, experts.Stack)]
     return list({id(tensor): tensor for tensor in packed}.values())
 
 
@@ -261,10 +260,6 @@ def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Compiled:
-    """First base of every class that is made here; the second is the module's own class."""
-
-
 class Linear(Compiled):
     """A product over panels, with results that do not depend on the other rows."""
 
@@ -273,20 +268,6 @@ class Linear(Compiled):
             out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
             return out
         return multiply(self, x)
-
-
-class Experts(Compiled):
-    """A mixture's experts over panels, with results that do not depend on the other rows."""
-
-    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return experts.forward(self, hidden_states, chosen, shares)
-
-
-class PlainExperts(Compiled):
-    """The same by torch, of which an expert is unpacked at a time: the self-check's reference."""
-
-    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return experts.forward(self, hidden_states, chosen, shares, experts.Stack.multiply_plainly)
 
 
 class Embedding(Compiled):
@@ -305,12 +286,6 @@ class RmsNorm(Compiled):
         else:
             out = torch.ops.tandem.rms_norm.default(x, weight, *self.__dict__[NORM])
         return out
-
-
-@functools.cache
-def compiled(own: Any, replacement: type) -> Any:
-    """The module's own class with the forward of another."""
-    return type(own.__name__, (replacement, own), {"__module__": own.__module__})
 
 
 def _only_parameter(module: Any) -> torch.Tensor:

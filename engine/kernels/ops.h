@@ -11,6 +11,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 namespace tandem {
 
@@ -81,5 +82,10 @@ void product(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, a
 // y [m, n] = x [m, k] times a packed weight [n, k] transposed, plus bias [n]; x and y are contiguous.
 void linear_into(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t n,
                  int64_t k, const at::Tensor& y);
+
+// The same with a weight as codes and scales.
+void linear_codes_into(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
+                       const std::optional<at::Tensor>& bias, int64_t n, int64_t k, int64_t group,
+                       std::string_view format, const at::Tensor& y);
 
 }  // namespace tandem

@@ -289,9 +289,11 @@ void unpack_rows(const Tensor& ids, const Tensor& packed, int64_t n, int64_t k, 
   at::parallel_for(0, ids.numel(), 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const W* panel = panels + wanted[i] / PANEL * groups * PANEL * D::GROUP;
-      for (int64_t at = 0; at < k; ++at)
-        rows[i * k + at] =
-            panel[place_of<D>(tiled, at / D::GROUP, wanted[i] % PANEL) * D::GROUP + at % D::GROUP];
+      for (int64_t group = 0; group * D::GROUP < k; ++group) {
+        const W* from = panel + place_of<D>(tiled, group, wanted[i] % PANEL) * D::GROUP;
+        for (int64_t at = group * D::GROUP; at < std::min(k, (group + 1) * D::GROUP); ++at, ++from)
+          rows[i * k + at] = *from;
+      }
     }
   });
 }

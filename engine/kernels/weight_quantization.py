@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 
 from engine.core.weight_formats import BITS, group_of, of_head, weight_bytes
 from engine.kernels import experts, fresh_memory, is_nothing, modules, nothing
+from engine.kernels.experts import CodedStack
+from engine.kernels.replacement import Compiled, compiled, own_class
 from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -195,6 +197,27 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
     return ours
 
 
+def pack_experts(weight: torch.Tensor, format: str, name: str) -> CodedStack:
+    """Rounds the weights `[experts, n, k]` of a mixture and packs their codes. Of the first one the products are
+    verified, too. Raises CheckpointRefused if they differ."""
+    count, n, k = weight.shape
+    group = group_of(format, k)
+    first = packed(*rounded(weight[0], format), group, format)
+    flat = fresh_memory(count * first.codes.nbytes)
+    stack = CodedStack(
+        flat.view(count, -1), first.scales.new_empty(count, first.scales.numel()), n, k, group, format, name
+    )
+    for expert in range(count):
+        codes, scales = rounded(weight[expert], format)
+        stack.codes[expert] = torch.ops.tandem.pack_codes.default(codes, format)
+        stack.scales[expert] = torch.ops.tandem.pack_scales.default(scales.contiguous())
+        if not torch.equal(stack.weight(expert), represented(codes, scales, group, format)):
+            raise CheckpointRefused(
+                f"an expert of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
+            )
+    return stack
+
+
 def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
     """The scale of each group with the least squared error among some that cover its range, or nearly."""
     low, high = parts.amin(2), parts.amax(2)
@@ -219,9 +242,12 @@ def apply(
     format: str,
     packer: Packer | None = None,
     largest_of: Callable[[str], Largest | None] = lambda _: None,
+    *,
+    with_experts: bool = False,
 ) -> int:
     """Replaces the weight of every plain product below `model`, one after another; returns how many there were.
-    `largest_of` has what `rounded` needs for a product of this name."""
+    `largest_of` has what `rounded` needs for a product of this name; `with_experts`, for CPU: of a mixture's experts,
+    too."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers: dict[tuple[int, torch.Size], list[tuple[str, Any]]] = {}  # tied weights are packed once
     for name, layer in model.named_modules():
@@ -234,7 +260,12 @@ def apply(
         codes = quantise(modules.oriented(first), own, packer, largest_of(name))
         for _, layer in same:
             put(layer, codes)
-    return sum(map(len, layers.values()))
+    adopter, packed_experts = experts.Adopter(), 0
+    for mixture in list(experts.found(model)) if with_experts else []:
+        named = zip(experts.weights(mixture), experts.names(mixture), strict=True)
+        adopter.adopt(mixture, both := [pack_experts(weight, format, name) for weight, name in named])
+        packed_experts += sum(len(stack.codes) for stack in both)
+    return sum(map(len, layers.values())) + packed_experts
 
 
 @contextmanager
@@ -265,7 +296,7 @@ def put(layer: Any, codes: Codes) -> None:
     layer.weight = nn.Parameter(nothing(shape, dtype, codes.codes.device), requires_grad=False)
     layer.__dict__[_CODES] = codes
     kind: Any = type(layer)  # mypy holds nn.Module's classes for unhashable
-    layer.__class__ = modules.compiled(kind, Dequantised)
+    layer.__class__ = compiled(kind, Dequantised)
 
 
 def pack_in_place(model: nn.Module) -> int:
@@ -322,17 +353,16 @@ def switch(model: nn.Module, on: bool) -> None:
         kind: Any = type(layer)
         wanted = Quantised if on else Dequantised
         if _CODES in layer.__dict__ and not issubclass(kind, wanted):
-            own = kind.__bases__[1] if issubclass(kind, Quantised | Dequantised) else kind
-            layer.__class__ = modules.compiled(own, wanted)
+            layer.__class__ = compiled(own_class(layer), wanted)
 
 
-class Quantised(modules.Compiled):
+class Quantised(Compiled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor | None = self.bias  # type: ignore[attr-defined]  # the module's own
         return _codes(self).multiply(x, bias)
 
 
-class Dequantised:
+class Dequantised(Compiled):
     """torch's product with the weights that the codes represent, rebuilt for each call: the self-check's reference."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.attention.forward_context import BASE, Batch
 from engine.kernels import REFERENCE, weight_quantization
-from engine.kernels.modules import Compiled
+from engine.kernels.replacement import Compiled
 from engine.loading import lora_loader, self_check
 from engine.runner.lora import NARROW, WIDE, Adapter, Lora, LowRank, Place, compiled, padded, plain
 from engine.runner.model_runner import ModelRunner

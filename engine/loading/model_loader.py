@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import mla
 from engine.core import packing_scheme
-from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
+from engine.kernels import PLAIN, REFERENCE, described, experts, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kernels.weight_quantization import Packer
 from engine.loading import (
@@ -85,7 +85,7 @@ def load_model(
     learnt = _learn(module, group, whole, say, bool(adapters or later_rank), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
-        fingerprint=f"{fingerprint}-{format}" if format else fingerprint,
+        fingerprint=_of_rounded(fingerprint, format, with_experts=_rounds_experts(module, format, group)),
         dtype=dtype,
         device=device,
         block_size=block_size,
@@ -269,10 +269,27 @@ def _format(weights: str, dtype: torch.dtype, device: torch.device, packer: Pack
     return weights
 
 
+def _of_rounded(fingerprint: str, format: str | None, *, with_experts: bool) -> str:
+    """The fingerprint of the weights as served."""
+    return "-".join((fingerprint, *([format] if format else []), *(["experts"] if with_experts else [])))
+
+
+def _rounds_experts(module: PreTrainedModel, format: str | None, part: RankGroup | Cut | None) -> bool:
+    """Whether a mixture's experts are among the rounded products: on CPU, with one rank."""
+    here = format is not None and part is None and module.device.type == "cpu"
+    return here and any(True for _ in experts.found(module))
+
+
 def _quantise(module: PreTrainedModel, format: str, packer: Packer | None, own: Cut | None = None) -> str:
     """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory. `own`:
     of a rank's part, whose codes become those of the whole model."""
     before = weight_quantization.bytes_in(module)
-    count = weight_quantization.apply(module, format, packer, own.largest_of if own else lambda _: None)
+    count = weight_quantization.apply(
+        module,
+        format,
+        packer,
+        own.largest_of if own else lambda _: None,
+        with_experts=_rounds_experts(module, format, own),
+    )
     after = weight_quantization.bytes_in(module)
     return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {after / 2**20:.0f}"

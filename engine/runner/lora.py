@@ -24,7 +24,7 @@ from torch import nn
 
 from engine.attention.forward_context import BASE, Batch, Rows, current_step
 from engine.core.sequence import LoraSlot
-from engine.kernels import modules
+from engine.kernels import replacement
 
 NARROW, WIDE = 16, 64  # columns of a panel of A and of B (engine/kernels/lora.cpp)
 _PLACE = "_tandem_lora"
@@ -149,7 +149,7 @@ class Lora:
             module: Any = self.module.get_submodule(name)
             kind: Any = type(module)
             if on and not issubclass(kind, Adapted):
-                module.__class__ = modules.compiled(kind, Adapted)
+                module.__class__ = replacement.compiled(kind, Adapted)
             elif not on and issubclass(kind, Adapted):
                 module.__class__ = kind.__bases__[1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels import REFERENCE, exact, experts, is_nothing, modules, serving, weight_cache
+from engine.kernels import REFERENCE, exact, experts, is_nothing, modules, serving, weight_cache, weight_quantization
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import make_module
@@ -57,6 +57,34 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(dtype: torch.dtype) 
                 )
                 assert torch.equal(y[at], alone[0])
     assert torch.equal(experts.Stack(panels, N, K, "").weight(2), weight[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "bf16"])
+def test_each_row_is_multiplied_by_the_codes_of_its_expert(format: str, dtype: torch.dtype) -> None:
+    """The bits of a plain product with the codes of that expert's weight alone."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(EXPERTS, N, K).to(dtype), torch.randn(EXPERTS, N).to(dtype)
+    stack = weight_quantization.pack_experts(weight, format, "")
+    alone = [weight_quantization.quantise(each, format) for each in weight]
+    x, chosen = torch.randn(ROWS, K).to(dtype), torch.randint(EXPERTS, (ROWS * CHOSEN,))
+    for own in (None, bias):
+        y = stack.multiply(x, chosen, own)
+        for at, expert in enumerate(chosen.tolist()):
+            expected = alone[expert].multiply(x[at // CHOSEN, None], None if own is None else own[expert])
+            assert torch.equal(y[at], expected[0])
+    assert all(torch.equal(stack.weight(expert), each.weight()) for expert, each in enumerate(alone))
+    assert stack.nbytes == sum(each.nbytes for each in alone)
+
+
+def test_codes_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any expert, also of one whose products are not tried."""
+    right = experts.CodedStack.weight
+    monkeypatch.setattr(
+        experts.CodedStack, "weight", lambda stack, expert: right(stack, expert) + (expert == EXPERTS - 1)
+    )
+    with pytest.raises(CheckpointRefused, match="serve it with weights = checkpoint"):
+        weight_quantization.pack_experts(torch.randn(EXPERTS, N, K), "int8", "")
 
 
 @pytest.mark.parametrize("wrong", [-1, EXPERTS])
@@ -135,3 +163,14 @@ def test_a_mixture_is_in_memory_once(loaded: list[ModelRunner]) -> None:
         assert on_disk == [model is not alone] * len(stacks)
     for ours, theirs in zip(*(experts.stacks(model.module) for model in shared), strict=True):
         assert torch.equal(ours.panels, theirs.panels)
+
+
+def test_rounded_experts_are_other_weights(checkpoint: Callable[[str], Path]) -> None:
+    """They take a quarter, and their KV is not taken for that of a worker that does not round them, such as an older
+    one."""
+    path = str(checkpoint("tiny-qwen3-moe"))
+    plain, rounded = (load_model(path, dtype=torch.float32, device=CPU, weights=own) for own in ("checkpoint", "int8"))
+    own = [sum(stack.nbytes for stack in experts.stacks(model.module)) for model in (plain, rounded)]
+    assert own[1] < 0.35 * own[0]
+    assert all(isinstance(stack, experts.CodedStack) for stack in experts.stacks(rounded.module))
+    assert rounded.fingerprint == f"{plain.fingerprint}-int8-experts"

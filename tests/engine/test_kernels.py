@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import kernels
 from engine.decoding.sampler import sample
 from engine.kernels import build, modules, weight_quantization
+from engine.kernels.replacement import Compiled
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import (
     CallFacts,
@@ -424,7 +425,7 @@ def test_switching_keeps_the_modules() -> None:
     modules.prepare(model)
     for _ in range(2):
         modules.switch(model, True)
-        assert [isinstance(module, modules.Compiled) for module in model] == [True, True, False]
+        assert [isinstance(module, Compiled) for module in model] == [True, True, False]
     assert all(isinstance(module, kind) for module, kind in zip(model, types, strict=True))
     modules.switch(model, False)
     assert [type(module) for module in model] == types
@@ -518,7 +519,7 @@ def test_the_oracle_is_free_of_our_operators(checkpoint: Callable[[str], Path]) 
     with torch.inference_mode():
         assert torch.equal(model.module(ids).logits, plain(ids).logits)
         model.use_paged_attention()
-        assert any(isinstance(module, modules.Compiled) for module in model.module.modules())
+        assert any(isinstance(module, Compiled) for module in model.module.modules())
 
 
 def test_without_a_library_the_reference_serves_and_says_so(
@@ -535,7 +536,7 @@ def test_without_a_library_the_reference_serves_and_says_so(
         ]
     assert [(model.kernels, model.sum_order) for model in models] == [(kernels.REFERENCE, kernels.PLAIN)] * 3
     assert len([record for record in caplog.records if "engine.kernels.build" in record.message]) == 1
-    assert not any(isinstance(module, modules.Compiled) for module in models[0].module.modules())
+    assert not any(isinstance(module, Compiled) for module in models[0].module.modules())
 
 
 # ---- choosing tokens
