@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.core.packing_scheme import FP8, PARTS, TORCHAO, scheme_of
 from engine.core.weight_formats import of_integers, weight_bytes
+from planner.experts import MARK
 
-_FUSED = ".experts."  # experts are in one tensor of the model, which has no codes
 Shapes = dict[str, tuple[int, ...]]
 Codings = dict[str, tuple[str, int]]  # weights that are served over codes: their format, and columns with one scale
 
@@ -42,7 +42,8 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, Codings]:
             plain.pop(f"{layer}.{part}", None)
         plain[f"{layer}.weight"] = (n, k)
         group = group if 0 < group < k else k + k % 2
-        if format is not None and group % 2 == 0 and _FUSED not in name:
+        in_place = MARK not in name or scheme.ordered  # experts have their columns as they are
+        if format is not None and group % 2 == 0 and in_place:
             coded[f"{layer}.weight"] = format, group
     return plain, coded
 

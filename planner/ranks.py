@@ -13,6 +13,7 @@ from pathlib import Path
 from engine.core.packing_scheme import Scheme, scheme_of
 from engine.core.weight_formats import GROUP, group_of_part
 from planner.capacity import CHECKPOINT, Shape, capacity, product_shapes, sizes, tensors
+from planner.experts import MARK
 from planner.kv_calls import of_module
 from planner.packed import Codings, Shapes
 from tandem.checkpoint import read_json
@@ -47,6 +48,7 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     if weights == "int4":
         _check_groups({name: (size[1], own[name][1]) for name, size in product_shapes(shapes).items()}, ranks)
     if codings is not None:
+        codings = {name: coding for name, coding in codings.items() if MARK not in name}  # experts are dense in ranks
         codings = _of_part(codings, shapes, own, scheme_of(asked))
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
     if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):

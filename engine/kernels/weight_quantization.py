@@ -197,23 +197,36 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
     return ours
 
 
-def pack_experts(weight: torch.Tensor, format: str, name: str) -> CodedStack:
-    """Rounds the weights `[experts, n, k]` of a mixture and packs their codes. Of the first one the products are
-    verified, too. Raises CheckpointRefused if they differ."""
-    count, n, k = weight.shape
-    group = group_of(format, k)
-    first = packed(*rounded(weight[0], format), group, format)
-    flat = fresh_memory(count * first.codes.nbytes)
-    stack = CodedStack(
-        flat.view(count, -1), first.scales.new_empty(count, first.scales.numel()), n, k, group, format, name
-    )
-    for expert in range(count):
-        codes, scales = rounded(weight[expert], format)
+def round_experts(weight: torch.Tensor, format: str, name: str) -> CodedStack:
+    """Rounds the weights `[experts, n, k]` of a mixture. Raises CheckpointRefused if the packed codes differ."""
+    each = ((*rounded(own, format), group_of(format, weight.shape[2])) for own in weight)
+    packed_all = pack_experts(each, len(weight), format, name)
+    assert packed_all is not None
+    return packed_all
+
+
+def pack_experts(
+    each: Iterable[tuple[torch.Tensor, torch.Tensor, int] | None], count: int, format: str, name: str
+) -> CodedStack | None:
+    """Packs the codes `[n, k]`, scales `[n, groups]` and group of each expert; None if there are none of one. Of the
+    first one the products are verified, too. Raises CheckpointRefused if they differ."""
+    stack: CodedStack | None = None
+    for expert, own in enumerate(each):
+        if own is None or (stack is not None and own[2] != stack.group):
+            return None
+        codes, scales, group = own
+        if stack is None:
+            first = packed(codes, scales, group, format)
+            flat = fresh_memory(count * first.codes.nbytes).view(count, -1)
+            stack = CodedStack(
+                flat, first.scales.new_empty(count, first.scales.numel()), first.n, first.k, group, format, name
+            )
         stack.codes[expert] = torch.ops.tandem.pack_codes.default(codes, format)
         stack.scales[expert] = torch.ops.tandem.pack_scales.default(scales.contiguous())
         if not torch.equal(stack.weight(expert), represented(codes, scales, group, format)):
             raise CheckpointRefused(
-                f"an expert of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
+                f"an expert of {stack.n} x {stack.k} packed as {format} differs from its codes; serve it with"
+                " weights = checkpoint"
             )
     return stack
 
@@ -263,7 +276,7 @@ def apply(
     adopter, packed_experts = experts.Adopter(), 0
     for mixture in list(experts.found(model)) if with_experts else []:
         named = zip(experts.weights(mixture), experts.names(mixture), strict=True)
-        adopter.adopt(mixture, both := [pack_experts(weight, format, name) for weight, name in named])
+        adopter.adopt(mixture, both := [round_experts(weight, format, name) for weight, name in named])
         packed_experts += sum(len(stack.codes) for stack in both)
     return sum(map(len, layers.values())) + packed_experts
 

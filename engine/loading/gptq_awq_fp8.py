@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -38,6 +38,7 @@ from tandem.errors import CheckpointRefused
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
 FLOATS = ("F16", "BF16", "F32")
+LIMITS = {"int4": 7, "int8": 127}
 TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
 # torchao's description of a weight: only its block is used; the other keys say how it was made and name kernels.
@@ -46,6 +47,17 @@ _KNOWN_DATA = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config
 
 # (outputs, inputs) -> their integers, float32 `[n, k]`, also of fp8
 Stored = Callable[[slice, slice], torch.Tensor]
+
+
+class Coded(NamedTuple):
+    """A weight as codes in one of Tandem's formats, its columns in the order of their groups."""
+
+    codes: torch.Tensor  # int16 [n, k]
+    scales: torch.Tensor  # float32 [n, groups]
+    group: int
+    format: str
+    order: torch.Tensor  # [k]: the columns
+    of_groups: torch.Tensor  # [groups]: the groups
 
 
 @dataclass(frozen=True)
@@ -99,28 +111,36 @@ class Product:
         """float32 `[n, k]`."""
         return self.units() * self.scales[:, self.group_of]
 
-    def codes(self, packer: weight_quantization.Packer) -> weight_quantization.Codes | None:
-        """The weight's codes in one of Tandem's formats; None if no format represents it bit for bit."""
+    def coded(self, format: str | None = None) -> Coded | None:
+        """Its codes in Tandem's narrowest format, or in this one; None if there are none."""
         units = self.units()
         k = units.shape[1]
         low, high = int(units.min().item()), int(units.max().item())
-        format = "fp8" if self.fp8 else "int4" if low >= -8 and high <= 7 else "int8"
+        if format is None:
+            format = "fp8" if self.fp8 else "int4" if low >= -8 and high <= 7 else "int8"
         order = self.group_of.argsort(stable=True)
         in_order = self.group_of[order]
         group = self.group if self.group < k else k + k % 2
-        if group % 2 == 1 or (format == "int8" and (low < -128 or high > 127)):
+        if group % 2 == 1 or (format in LIMITS and (low < -LIMITS[format] - 1 or high > LIMITS[format])):
             return None
         of_groups = in_order[::group]
         if not torch.equal(of_groups.repeat_interleave(group)[:k], in_order):
             return None
-        scales = self.scales[:, of_groups]
+        codes = weight_quantization.codes_of(units[:, order], format)
+        return Coded(codes, self.scales[:, of_groups], group, format, order, of_groups)
+
+    def codes(self, packer: weight_quantization.Packer) -> weight_quantization.Codes | None:
+        """The weight's codes in one of Tandem's formats; None if no format represents it bit for bit."""
+        found = self.coded()
+        if found is None:
+            return None
+        units_coded, scales, group, format, order, of_groups = found
         if packer.zeros and format == "int8" and (whole := self._half_bytes()) is not None:
             integers, zeros = whole
             codes = packer.pack(integers[:, order], scales, group, "int4", zeros=zeros[:, of_groups])
         else:
-            units = units[:, order]
-            codes = packer.pack(weight_quantization.codes_of(units, format), scales, group, format)
-        if not torch.equal(order, torch.arange(k)):
+            codes = packer.pack(units_coded, scales, group, format)
+        if not torch.equal(order, torch.arange(len(order))):
             codes = replace(codes, order=order)
         return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
 
@@ -132,6 +152,22 @@ class Product:
         shift = 8 if integers.min() < 0 else 0
         zeros = (self.zeros + shift).to(torch.int16)
         return None if zeros.min() < 0 or zeros.max() > 255 else ((integers + shift).to(torch.int16), zeros)
+
+
+def beside(products: list[Product]) -> Product | None:
+    """One product whose outputs are those of several; None if their columns are grouped differently."""
+    first = products[0]
+    for each in products[1:]:
+        same = torch.equal(each.group_of, first.group_of) and (each.group, each.fp8) == (first.group, first.fp8)
+        if not same or (each.zeros is None) != (first.zeros is None):
+            return None
+
+    def stored(outputs: slice, inputs: slice) -> torch.Tensor:
+        return torch.cat([each.integers() for each in products])[outputs, inputs]
+
+    zeros = None if first.zeros is None else torch.cat([each.zeros for each in products if each.zeros is not None])
+    scales = torch.cat([each.scales for each in products])
+    return Product(first.name, stored, zeros, scales, first.group_of, first.group, first.fp8)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,17 @@ class WeightFiles:
     def names(self) -> list[str]:
         return [*self._single, *self._made]
 
+    def products(self, name: str) -> list[list[Product]] | None:
+        """Of each expert in a stacked parameter, the products whose outputs follow one another; None if it is another
+        kind of parameter, or not packed."""
+        made = self._made.get(name)
+        if made is None or not made.understood():
+            return None
+        stacks = [[tensor.values for tensor in made.stacks[own]] for own in made.converter.source_patterns]
+        if not all(isinstance(each, Product) for stack in stacks for each in stack):
+            return None
+        return [list(each) for each in zip(*stacks, strict=True)]
+
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """A parameter in the files' dtype, whole as transformers makes it, or a part."""
         if name in self._single:

@@ -24,9 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.core import packing_scheme
-from engine.kernels import weight_quantization
+from engine.kernels import experts, weight_quantization
 from engine.kernels.weight_quantization import Packer
 from engine.loading import gptq_awq_fp8
+from engine.loading.part_loader import WeightFiles
 from engine.parallel.weight_cut import Part
 from tandem.errors import CheckpointRefused
 
@@ -178,7 +179,7 @@ def _adopt(
     for name, whole in weights.products.items():
         path = name if name in layers else f"{model.base_model_prefix}.{name}"
         if path not in layers:
-            continue  # transformers has merged it into another tensor, such as a mixture's experts
+            continue  # transformers has merged it into another tensor, as a mixture's experts, which follow below
         layer: Any = layers[path]
         if type(layer) is not nn.Linear:
             raise packing_scheme.refused(
@@ -195,7 +196,55 @@ def _adopt(
         if codes is not None:
             weight_quantization.put(layer, codes)
             over_codes += 1
+    if packer is weight_quantization.PANELS and not parts:
+        over_codes += _adopt_experts(model, weights)
     return _line(len(weights.products), weights.method, over_codes)
+
+
+def _adopt_experts(model: PreTrainedModel, weights: gptq_awq_fp8.Weights) -> int:
+    """Replaces the experts of mixtures by their own codes where exact; returns for how many products."""
+    files, adopter, over_codes = WeightFiles([], model, weights), experts.Adopter(), 0
+    mixtures = list(experts.found(model))
+    paths = {module: path for path, module in model.named_modules()}
+    for mixture in mixtures:
+        products = [files.products(f"{paths[mixture]}.{name}") for name in experts.names(mixture)]
+        both: list[experts.CodedStack] = []
+        for each, weight, name in zip(products, experts.weights(mixture), experts.names(mixture), strict=True):
+            stack = _stack_of(each, weight, name, weights.method) if each is not None else None
+            both += [stack] if stack is not None else []
+        if len(both) == len(products):
+            adopter.adopt(mixture, both)
+            over_codes += sum(len(one) for each in products for one in each or ())
+    return over_codes
+
+
+def _stack_of(
+    products: list[list[gptq_awq_fp8.Product]], weight: torch.Tensor, name: str, method: str
+) -> experts.CodedStack | None:
+    """The codes of a stack of experts `[experts, n, k]`; None if no format represents all of them bit for bit. Raises
+    CheckpointRefused if the weights are not those that were read."""
+    joined = [beside for each in products if (beside := gptq_awq_fp8.beside(each)) is not None]
+    if len(joined) != len(weight):
+        return None
+    for product, own in zip(joined, weight, strict=True):
+        if not torch.equal(product.weight().to(own.dtype), own):
+            raise packing_scheme.refused(
+                method, f"has weights of {product.name} that are not what the model computes with"
+            )
+    for format in ("fp8",) if joined[0].fp8 else ("int4", "int8"):
+        each = (_in_place(product, format) for product in joined)
+        if (stack := weight_quantization.pack_experts(each, len(joined), format, name)) is not None:
+            return stack
+    return None
+
+
+def _in_place(product: gptq_awq_fp8.Product, format: str) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """The codes, scales and group of a product with its columns in place; None if there are none."""
+    found = product.coded(format)
+    if found is None or not torch.equal(found.order, torch.arange(len(found.order))):
+        return None
+    again = weight_quantization.represented(found.codes, found.scales, found.group, format)
+    return (found.codes, found.scales, found.group) if torch.equal(again, product.weight()) else None
 
 
 def _compressor(model: PreTrainedModel) -> Any:

@@ -65,7 +65,7 @@ def test_each_row_is_multiplied_by_the_codes_of_its_expert(format: str, dtype: t
     """The bits of a plain product with the codes of that expert's weight alone."""
     torch.manual_seed(0)
     weight, bias = torch.randn(EXPERTS, N, K).to(dtype), torch.randn(EXPERTS, N).to(dtype)
-    stack = weight_quantization.pack_experts(weight, format, "")
+    stack = weight_quantization.round_experts(weight, format, "")
     alone = [weight_quantization.quantise(each, format) for each in weight]
     x, chosen = torch.randn(ROWS, K).to(dtype), torch.randint(EXPERTS, (ROWS * CHOSEN,))
     for own in (None, bias):
@@ -84,7 +84,7 @@ def test_codes_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         experts.CodedStack, "weight", lambda stack, expert: right(stack, expert) + (expert == EXPERTS - 1)
     )
     with pytest.raises(CheckpointRefused, match="serve it with weights = checkpoint"):
-        weight_quantization.pack_experts(torch.randn(EXPERTS, N, K), "int8", "")
+        weight_quantization.round_experts(torch.randn(EXPERTS, N, K), "int8", "")
 
 
 @pytest.mark.parametrize("wrong", [-1, EXPERTS])

@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import kernels
-from engine.kernels import weight_quantization
-from engine.loading import gptq_awq_fp8, quantized_checkpoint
+from engine.kernels import experts, weight_quantization
+from engine.loading import gptq_awq_fp8, part_loader, quantized_checkpoint
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import make_checkpoint
+from planner.capacity import read_shape
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.conftest import TWO as LAYERS
 from tests.engine.conftest import two_layers
@@ -347,12 +348,27 @@ def test_bfloat16_rounds_the_weight_once(pair: tuple[str, Path, Path]) -> None:
     ],
 )
 def test_other_families(tmp_path: Path, shape: str, kind: str) -> None:
-    """Experts, which transformers keeps in one tensor, get the dense weights, of each kind; all other layers keep their
-    codes, whatever the family."""
+    """Every layer keeps its codes, whatever the family, and so do experts, which transformers keeps in one tensor,
+    unless their columns are in another order; the planner counts them."""
     quantised, plain = make(tmp_path, {**ALL[kind], **({"group_size": 8} if "group_size" in ALL[kind] else {})}, shape)
     model = load(quantised)
     assert follow(plain, greedy(model)[0])
     assert of_codes(model)
+    stacks = list(experts.stacks(model.module))
+    mixture = shape in ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
+    assert bool(stacks) == mixture
+    assert all(isinstance(stack, experts.CodedStack) == ("act-order" not in kind) for stack in stacks)
+    assert read_shape(quantised).weight_bytes("float32") == pytest.approx(model.weight_bytes, rel=1e-3)
+
+
+@built
+def test_codes_of_another_expert_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers decides which tensors become which expert, and the codes are compared with what it made."""
+    quantised, _ = make(tmp_path, ALL["fp8"], "tiny-qwen3-moe")
+    right = part_loader.WeightFiles.products
+    monkeypatch.setattr(part_loader.WeightFiles, "products", lambda files, name: (right(files, name) or [])[::-1])
+    with pytest.raises(CheckpointRefused, match="not what the model computes with"):
+        load(quantised)
 
 
 @built
