@@ -38,9 +38,13 @@ class Stack:
     name: str  # of the parameter
 
     @property
+    def count(self) -> int:
+        return len(self.panels)
+
+    @property
     def nbytes(self) -> int:
         """Without the padding of panels."""
-        return len(self.panels) * self.n * self.k * self.panels.element_size()
+        return self.count * self.n * self.k * self.panels.element_size()
 
     def multiply(self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[chosen, n], from x [rows, k]; each row has as many of the experts `chosen` [chosen]."""
@@ -68,8 +72,12 @@ class CodedStack:
     name: str
 
     @property
+    def count(self) -> int:
+        return len(self.codes)
+
+    @property
     def nbytes(self) -> int:
-        return len(self.codes) * weight_bytes(self.n, self.k, self.format, self.group)
+        return self.count * weight_bytes(self.n, self.k, self.format, self.group)
 
     def multiply(self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.tandem.experts_codes.default(

@@ -277,7 +277,7 @@ def apply(
     for mixture in list(experts.found(model)) if with_experts else []:
         named = zip(experts.weights(mixture), experts.names(mixture), strict=True)
         adopter.adopt(mixture, both := [round_experts(weight, format, name) for weight, name in named])
-        packed_experts += sum(len(stack.codes) for stack in both)
+        packed_experts += sum(stack.count for stack in both)
     return sum(map(len, layers.values())) + packed_experts
 
 

@@ -22,6 +22,7 @@ from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, runn
 from engine.core.kv_layout import KvLayout
 from engine.gpu import block_digest, kernel_choice, layers
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
+from engine.kernels.experts import stacks
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
 from engine.kv.kv_quantization import element_dtype
@@ -98,11 +99,14 @@ class ModelRunner:
 
     @property
     def step_bytes(self) -> int:
-        """The weight bytes that every step reads: without an embedding that is only looked up."""
+        """The weight bytes that a step of one sequence reads: without an embedding that is only looked up, and without
+        the experts that are not chosen."""
         module: Any = self.module  # transformers' accessors are not typed
         table: torch.Tensor = module.get_input_embeddings().weight
         head = getattr(module.get_output_embeddings(), "weight", None)
-        return self.weight_bytes - (0 if head is table else table.nbytes * self.size)
+        chosen = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        idle = sum(each.nbytes - each.nbytes * (chosen or each.count) // each.count for each in stacks(self.module))
+        return self.weight_bytes - (idle + (0 if head is table else table.nbytes)) * self.size
 
     @property
     def size(self) -> int:
