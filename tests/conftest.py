@@ -34,6 +34,8 @@ ALONE = {
     "tests/deploy/test_ray.py",
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
+    "tests/loadtest/test_other_servers.py",  # raises the priority of the whole session, which
+    "tests/loadtest/test_processes.py",  # looks at
 }
 # Files whose processes are copies of one that has imported the libraries (tests/support/copies.py): it starts once.
 COPIED = {

@@ -542,7 +542,7 @@ async def demo(fake: Any, prompts: str, folder: Any, *more: str, **env: str) -> 
         sys.executable, "-c", DEMO, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
         stdout=-1, stderr=-1, env={**os.environ, **env},
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 20)
+    out, err = await asyncio.wait_for(process.communicate(), SOON_S)
     return Result(process.returncode or 0, out.decode(), err.decode())
 
 

@@ -9,6 +9,7 @@ import sys
 import psutil
 
 from cluster.exit_with_parent import bound_to_parent
+from tests.support.processes import alive
 from tests.support.waiting import wait_until
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
@@ -41,7 +42,7 @@ def test_it_is_killed_when_its_parent_is() -> None:
     bound, free = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
     parent.kill()
     parent.wait(30)
-    wait_until(lambda: not bound.is_running() or bound.status() == psutil.STATUS_ZOMBIE, 10)
+    wait_until(lambda: not alive(bound), 10)
     assert free.is_running()
     free.kill()
 

@@ -26,6 +26,7 @@ from cluster.supervision.worker_process import Event
 from tandem.errors import CheckpointRefused, DeadlineExceeded, PreconditionFailed, SettingsError
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER
+from tests.support.processes import below, named
 from tests.support.waiting import wait_until
 
 SETUP_WORKER = Path(local_cluster.__file__).parent / "local_ray/setup_worker.py"
@@ -96,9 +97,7 @@ def want(cluster: LocalCluster, model: str = "", **sizes: int) -> None:
 
 
 def kill_supervisor() -> None:
-    supervisors = [
-        process for process in psutil.Process().children(recursive=True) if "SupervisorActor" in process.name()
-    ]
+    supervisors = named("SupervisorActor")
     assert len(supervisors) == 1
     supervisors[0].kill()
     psutil.wait_procs(supervisors, timeout=SOON_S)
@@ -122,18 +121,17 @@ def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalC
     """All wanted workers are ready, with no lower priority than other processes, and nothing that was started can be
     reached from another machine."""
     assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
-    ours = [process for process in psutil.Process().children(recursive=True) if "Actor" in process.name()]
-    assert [process.nice() for process in ours] == [0] * 4  # with the supervisor
+    assert [process.nice() for process in named("Actor")] == [0] * 4  # with the supervisor
     assert cluster.target == f"127.0.0.1:{cluster.settings.port}"
     assert answers(cluster.target)
-    for process in psutil.Process().children(recursive=True):
-        for connection in process.net_connections("inet"):
+    for process, connections in below(lambda process: process.net_connections("inet")).items():
+        for connection in connections:
             assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
 
 
 def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
     """Instead of Ray's agents, which would import Ray and are not needed here, two scripts without a library run."""
-    found = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    found = list(below(psutil.Process.cmdline).values())
     of_ray = {Path(words[0]).name for words in found if words and "ray/core/src/ray" in words[0]}
     assert of_ray == {"gcs_server", "raylet"}
     idle = [words for words in found if any(word.endswith("idle_agent.py") for word in words)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import secrets
 import socket
 import ssl
 import subprocess
@@ -95,8 +96,8 @@ async def works(url: str) -> None:
 
 
 async def keeps_jobs(url: str) -> None:
-    journal = JobJournal(url, "test", lease_s=5.0, kept_s=1.0, most=100)
-    names = ["/a", "/b", "tenant/c"]
+    journal = JobJournal(url, "test", lease_s=60.0, kept_s=60.0, most=100)
+    names = [f"{name}-{secrets.token_hex(4)}" for name in ("/a", "/b", "tenant/c")]  # other ones at each call
     assert all(await journal.submit([Asked(name, b"asked", "d") for name in names]))
     watchers = [asyncio.create_task(watched(journal, name)) for name in names]
     await journal.release([(names[0], 1)])

@@ -22,6 +22,7 @@ from tests.deploy import kuberay
 from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
+from tests.support.processes import kill
 from tests.support.waiting import wait_until
 
 PROMPT = list(range(100, 140))
@@ -109,9 +110,7 @@ def end(pod: Pod) -> None:
     if pod.process.popen.poll() is None:
         family = psutil.Process(pod.process.popen.pid).children(recursive=True)
         pod.process.kill()
-        for process in family:
-            if process.is_running():
-                process.kill()
+        kill(family)
 
 
 def said(folder: Path) -> str:

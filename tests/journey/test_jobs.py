@@ -142,9 +142,9 @@ async def taken_over(cluster: Any, submit: Any, choices: int, until: Any, lost: 
         seen: list[list[int]] = [[] for _ in range(choices)]
         await of_each(cluster.client.watch(job.job_id), seen, until)
         await lost(cluster.router)
+        assert (await client.job(job.job_id)).state == "open", "the router must have been lost in the middle"
         for name, step in quick.items():
             cluster.workers[name].engine.step = step
-        assert (await client.job(job.job_id)).state == "open", "the router must have been lost in the middle"
         whole: list[list[int]] = [[] for _ in range(choices)]
         async with asyncio.timeout(20):
             await of_each(client.watch(job.job_id), whole)

@@ -31,6 +31,7 @@ from tandem.client import Client
 from tandem.cluster_results import Worker
 from tests.support import oracle
 from tests.support.harness import Process
+from tests.support.processes import alive, kill
 from tests.support.waiting import wait_until
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
@@ -83,13 +84,6 @@ class Up:
         )
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @contextmanager
 def up(model: Path | str, *arguments: str, **settings: str) -> Iterator[Up]:
     running = Up(model, *arguments, **settings)
@@ -97,8 +91,7 @@ def up(model: Path | str, *arguments: str, **settings: str) -> Iterator[Up]:
         yield running
     finally:
         running.process.kill()
-        for process in running.marked():
-            process.kill()
+        kill(running.marked())
 
 
 @pytest.fixture(scope="module")

@@ -253,12 +253,13 @@ async def test_a_source_that_never_makes_its_half_fails_the_connect_in_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides stop waiting for the other side's process group after a time limit."""
-    for module in ("transport", "link"):
-        monkeypatch.setattr(f"kvtransfer.backends.nccl.{module}.STALL_S", 0.3)
-    pair.change = lambda message: None if isinstance(message, LinkEntry) else message
-    with pytest.raises(TransferFailed):
-        await pair.connect()
-    assert await becomes_true(lambda: not links())
+    with monkeypatch.context() as patch:
+        for module in ("transport", "link"):
+            patch.setattr(f"kvtransfer.backends.nccl.{module}.STALL_S", 0.3)
+        pair.change = lambda message: None if isinstance(message, LinkEntry) else message
+        with pytest.raises(TransferFailed):
+            await pair.connect()
+        assert await becomes_true(lambda: not links())
     pair.change = lambda message: message
     await pair.connect()
     await pair.read()

@@ -374,12 +374,10 @@ async def test_a_reader_that_stood_still_does_not_take_its_source_for_silent(wor
     source.fill(15, 15)
     await sink.transport.connect(source.peer, 10)
     source.signal(signal.SIGSTOP)
-    read = asyncio.create_task(sink.transport.read(source.peer, [(b, b) for b in range(16)], 0.8))
+    stall = 2.0  # a busy machine's time for the bytes, and for this thread to see that they are in flight
+    read = asyncio.create_task(sink.transport.read(source.peer, [(b, b) for b in range(16)], stall))
     await in_flight(sink.transport)
-    woken = threading.Event()
-    sink.transport._owner.submit(lambda: (time.sleep(1.2), woken.set()))  # the fault
-    assert await asyncio.to_thread(woken.wait, 10)
-    source.signal(signal.SIGCONT)
+    sink.transport._owner.submit(lambda: (time.sleep(1.25 * stall), source.signal(signal.SIGCONT)))  # the fault
     await read
     assert (sink.array[15] == expected(15, MIB)).all()
 

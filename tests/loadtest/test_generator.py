@@ -23,7 +23,7 @@ from loadtest.loadgen.targets import Http, Message, Target
 from loadtest.loadgen.workload import Request
 from tandem.errors import Busy, SettingsError, Unavailable
 
-OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
+OBJECTIVE = Objective(ttft=30.0, tpot=10.0)  # which a busy machine keeps, too
 
 
 class Fake(Target):
@@ -106,8 +106,9 @@ async def test_a_mistake_in_the_client_is_no_answer_of_the_server() -> None:
 async def test_a_late_generator_says_so_and_one_in_time_does_not() -> None:
     """A client whose loop stands still measures itself: the report is invalid, with the reason."""
     late, timely = await loaded(Fake(block=0.1), settle=5.0), await loaded(Fake())
-    report, control = (Report("t", OBJECTIVE, [Side("s", "", "", [load])], bound=0.5) for load in (late, timely))
-    assert late.late > 0.5
+    bound = 1.2  # the last of the late ones is late by 1.7 s
+    report, control = (Report("t", OBJECTIVE, [Side("s", "", "", [load])], bound=bound) for load in (late, timely))
+    assert late.late > bound
     assert "late" in report.faults()[0]
     assert not report.to_dict()["valid"]
     assert "Invalid." in report.html()

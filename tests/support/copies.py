@@ -83,10 +83,18 @@ class Copy:
         """By /proc: it is a child of the fork server, so waitid does not tell of it here."""
         threads = Path(f"/proc/{self.pid}/task")
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while any((thread / "stat").read_text().rpartition(") ")[2][0] not in "TZX" for thread in threads.iterdir()):
+        while not all(map(_stands, threads.iterdir())):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"process {self.pid} has not stopped in {STOP_TIMEOUT_S} s")
             time.sleep(0.001)
+
+
+def _stands(thread: Path) -> bool:
+    """Whether it runs no more: stopped, or at its end."""
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][0] in "TZX"
+    except (FileNotFoundError, ProcessLookupError):  # gone since its folder was listed
+        return True
 
 
 def _taken(connection: Connection) -> int:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -70,7 +70,8 @@ class Process:
 
     def kill(self) -> None:
         if self.popen.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended, and a copy's exit code is not here yet
+                os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(30)
         self._reader.join(30)
 
