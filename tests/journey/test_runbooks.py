@@ -100,7 +100,7 @@ def shell(tmp_path: Path) -> Any:
 
     def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         given = {**os.environ, "T": RELEASE, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
-        return subprocess.run(["sh", "-c", command], env=given, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(["sh", "-c", command], env=given, cwd=ROOT, capture_output=True, text=True, timeout=180)
 
     return run
 

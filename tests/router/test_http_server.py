@@ -121,13 +121,13 @@ async def test_a_head_that_comes_byte_by_byte_gets_no_more_time(served: Any) -> 
 
 async def test_a_connection_between_two_requests_is_closed_in_time_and_not_before(served: Any) -> None:
     """Also where the next request has begun, which then has the time of a head."""
-    async with served(KEEP_ALIVE_S=0.8, HEADERS_TIMEOUT_S=0.8) as (_, connect):
+    async with served(KEEP_ALIVE_S=2.0, HEADERS_TIMEOUT_S=0.8) as (_, connect):
         reader, writer = await connect()
-        for _ in range(4):
+        for _ in range(3):
             began = monotonic()
             await answered(reader, writer)
-            await asyncio.sleep(0.25)
-        assert await closed_after(reader, began) >= 0.7
+            await asyncio.sleep(0.75)
+        assert await closed_after(reader, began) >= 1.9
         began = monotonic()
         reader, writer = await connect()
         await answered(reader, writer)
@@ -137,12 +137,12 @@ async def test_a_connection_between_two_requests_is_closed_in_time_and_not_befor
 
 async def test_a_body_that_nobody_reads_is_not_taken_for_ever(served: Any) -> None:
     """The answer has come; the rest of the body has some time to come, too, and then the connection is of use again."""
-    async with served(DISCARD_TIMEOUT_S=0.3) as (_, connect):
+    async with served(DISCARD_TIMEOUT_S=1.0) as (_, connect):
         reader, writer = await connect()
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
         await reader.readuntil(b"x" * 32)
         writer.write(b"67890")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         await answered(reader, writer)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
 

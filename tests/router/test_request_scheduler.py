@@ -835,7 +835,7 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     begun: Any = {"begun": True, "begun_with": Begun("L")}
 
     async def long() -> None:
-        async with scheduler.placed(700, 710, 0.6, **begun):
+        async with scheduler.placed(700, 710, 1.5, **begun):
             pytest.fail("it has no room")
 
     waiting = asyncio.create_task(long())
