@@ -86,9 +86,16 @@ def failed_runs() -> Path:
     into.mkdir(mode=0o700, exist_ok=True)
     if into.is_symlink() or into.stat().st_uid != os.getuid():  # another user created it, in a world-writable directory
         raise PermissionError(f"{into} is not this user's")
-    for old in sorted(into.iterdir(), key=lambda run: run.lstat().st_mtime)[: -MAX_FAILED_RUNS + 1]:
+    for old in sorted(into.iterdir(), key=_changed_at)[: -MAX_FAILED_RUNS + 1]:
         remove(old)
     return into
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:  # removed by another run that failed
+        return 0.0
 
 
 def remove_stale() -> list[Path]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -383,6 +384,17 @@ def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, dir
     kept = list(directory.glob("tandem-logs-*/*"))
     assert len(kept) <= run_directory.MAX_FAILED_RUNS
     assert f"logs-{2 * run_directory.MAX_FAILED_RUNS - 1}-1" in {path.name for path in kept}
+
+
+def test_failures_at_once_make_room_together(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """What one removes is no error of another, whose logs would be lost."""
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    kept = run_directory.failed_runs()
+    for number in range(300):
+        (kept / f"logs-{number}-1").mkdir()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: run_directory.failed_runs(), range(4))) == {kept}
+    assert len(list(kept.iterdir())) < run_directory.MAX_FAILED_RUNS
 
 
 def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
