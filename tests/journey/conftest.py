@@ -164,6 +164,7 @@ def inside(
             "heartbeat_s": 0.1,
             "heartbeat_ttl_s": 10.0,  # the loop that sends heartbeats also runs the test and transformers' forwards
             "local_prefill": "never",  # a test of the handoff needs one
+            "transfer_timeout_s": 30.0,  # source and reader share one loop, which others may keep from a core
             **settings,
         }
         if given["transport"] == "inprocess":  # which is no setting: the workers of a cluster are processes
