@@ -179,6 +179,8 @@ def plan(
     tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
     device_memory: DeviceMemory = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
+    adapter_slots: Annotated[int, typer.Option(help="Adapters loaded at a time.", min=0)] = 0,
+    adapter_max_rank: Annotated[int, typer.Option(help="Largest rank of those.", min=1)] = 16,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -195,6 +197,7 @@ def plan(
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
         served: dict[str, Any] = {"utilization": utilization, "block_size": block_size}
         served |= {"dtype": dtype, "weights": weights, "kv_dtype": kv_dtype}
+        served |= {"adapter_slots": adapter_slots, "adapter_max_rank": adapter_max_rank}
         if device_memory is not None:
             from planner.ranks import fits
 

@@ -112,20 +112,21 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
 
 
 def _load(settings: Settings, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> ModelRunner:
-    return load_model(
-        settings.model,
-        dtype=dtype,
-        device=device,
-        max_model_len=settings.max_model_len,
-        block_size=settings.block_size,
-        adapters=settings.adapters,
-        adapter_slots=settings.adapter_slots,
-        later_rank=_later_rank(settings),
-        weights=settings.weights,
-        kv_dtype=settings.kv_dtype,
-        cache=cache_of(settings.weight_cache, settings.weight_cache_gib),
-        progress=say,
-    )
+    cache = cache_of(settings.weight_cache, settings.weight_cache_gib)
+    return load_model(settings.model, **_options(settings), dtype=dtype, device=device, cache=cache, progress=say)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    """What load_model is given on any rank, as JSON."""
+    return {
+        "max_model_len": settings.max_model_len,
+        "block_size": settings.block_size,
+        "adapters": settings.adapters,
+        "adapter_slots": settings.adapter_slots,
+        "later_rank": _later_rank(settings),
+        "weights": settings.weights,
+        "kv_dtype": settings.kv_dtype,
+    }
 
 
 def _load_ranks(
@@ -135,13 +136,7 @@ def _load_ranks(
     check_settings(settings, size, device.type)  # before anything is started
     folder = checkpoint.resolve(settings.model)
     check_plan(read_config(folder), size)
-    options: dict[str, Any] = {
-        "path": str(folder),
-        "max_model_len": settings.max_model_len,
-        "block_size": settings.block_size,
-        "weights": settings.weights,
-        "kv_dtype": settings.kv_dtype,
-    }
+    options = {"path": str(folder), **_options(settings)}
     name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
     ranks = Ranks(size, {**options, "dtype": name, "threads": threads, "sum_order": settings.sum_order})
     loading = Loading()

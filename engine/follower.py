@@ -25,10 +25,11 @@ from engine.loading.model_loader import load_model
 from engine.parallel import rank_messages
 from engine.parallel.rank_group import RankGroup, mapped
 from engine.parallel.rank_memory import Loading
-from engine.parallel.rank_messages import CAPTURE, FAILED, FREE, LOAD, PAGES, READY, STEP
+from engine.parallel.rank_messages import ADAPTER, CAPTURE, FAILED, FREE, LOAD, PAGES, READY, STEP
 from engine.runner.captured_steps import Decode, Uncapturable
+from engine.runner.lora import received
 from engine.runner.model_runner import ModelRunner
-from tandem.errors import InternalError, TandemError
+from tandem.errors import InternalError, TandemError, Unavailable
 
 PR_SET_PDEATHSIG = 1
 CPU = torch.device("cpu")
@@ -59,7 +60,9 @@ def follow(model: ModelRunner, connection: socket.socket) -> None:
     while True:
         kind, content, files = rank_messages.receive(connection)
         if kind == STEP:
-            number, batch, replayed = rank_messages.from_step(content)
+            number, batch, replayed, marks = rank_messages.from_step(content)
+            if model.lora and model.lora.marks(batch) != marks:
+                raise InternalError("this rank's slots have other adapters than rank 0's")
             if not replayed:
                 model.forward(pages[number], batch)
             elif captured[number].logits(batch) is None:
@@ -75,6 +78,14 @@ def follow(model: ModelRunner, connection: socket.socket) -> None:
             number = about.pop("number")
             with suppress(Uncapturable):  # on all ranks
                 captured[number] = Decode(model, pages[number], **about, capture=None)
+        elif kind == ADAPTER:
+            about = rank_messages.from_json(content)
+            matrices = mapped(files[0], about["bytes"]).numpy().tobytes()
+            os.close(files[0])
+            try:
+                model.put_adapter(about["slot"], received(about["adapter"], matrices))
+            except Unavailable as error:  # on all ranks
+                log.error("%s", error.message)
         elif kind == FREE:
             for number in rank_messages.from_json(content)["numbers"]:
                 captured.pop(number, None)

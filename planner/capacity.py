@@ -5,6 +5,7 @@
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
     int8 and fp8 KV: one byte per element, and a scale of two bytes for each head's K and V of a token
     recurrent layers: no KV, and a state of fixed size for each sequence (planner/recurrent.py)
+    adapters: for each slot A and B of every product but the head, in the panels of engine/runner/lora.py
 
 A worker determines from the model itself what it stores (engine/loading/attention_probe.py); a test compares the two
 for every family.
@@ -38,6 +39,7 @@ _TOKENS = (".embed_tokens.", ".wte.", ".word_embeddings.", ".embed_in.")
 _LOOKED_UP = (*_TOKENS, ".wpe.", ".embed_positions.", ".position_embeddings.")
 _ROUTERS = (".gate.", ".router.", ".experts.")  # of a mixture: no plain products in transformers
 _INDEX_KEYS = ".indexer.wk.weight"  # [dim, hidden]: what makes the keys of a sparse indexer
+_PANEL_OF_A, _PANEL_OF_B = 16, 64  # rows (engine/kernels/lora.cpp)
 _TURNED = (".c_attn.", ".c_proj.", ".c_fc.")  # GPT-2 stores these [in, out]
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
 
@@ -56,6 +58,8 @@ class Shape:
     products: int  # parameters of products, the weights that can be quantised
     quantised: dict[str, int]  # format -> bytes of these
     experts: int  # parameters of products that are a mixture's experts, which are rounded on CPU alone
+    widths: int  # columns of all products that can have an adapter, together
+    heights: int  # rows, in whole panels of B
     ready: bool = False  # quantised in the checkpoint
     coded: int | None = None  # bytes of the quantised products; None if its files do not say
     ranks: int = 1  # of one worker
@@ -84,6 +88,12 @@ class Shape:
         kept = sum(heads * ((k_dim + v_dim) * itemsize + scales) for heads, k_dim, v_dim in self.calls)
         return kept + sum(self.index_dims) * itemsize
 
+    def adapter_bytes(self, dtype: str, slots: int, rank: int) -> int:
+        """Of slots for adapters of up to this rank on every product, of one worker, all of its ranks together."""
+        if self.rank is not None:
+            return self.ranks * self.rank.adapter_bytes(dtype, slots, rank)
+        return slots * (-(-rank // _PANEL_OF_A) * _PANEL_OF_A * self.widths + rank * self.heights) * DTYPE_BYTES[dtype]
+
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
         """Of one worker, all of its ranks together."""
         if self.rank is not None:
@@ -106,6 +116,7 @@ class Capacity:
     blocks: int
     tokens: int
     state_slots: int  # bytes of the slots for recurrent states
+    adapters: int  # bytes of the slots for adapters
     concurrency: dict[int, int]  # context length -> sequences of that length at once
     longest: dict[int, int]  # sequences at once -> longest context of each
 
@@ -149,7 +160,10 @@ def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool, with_experts:
         format: _quantised(shapes, format) + sum(count * weight_bytes(n, k, format) for count, n, k in mixture)
         for format in BITS
     }
+    adapted = [shape for name, shape in _oriented(product_shapes(shapes)).items() if not name.startswith("lm_head.")]
     return {
+        "widths": sum(width for _, width in adapted),
+        "heights": sum(-(-height // _PANEL_OF_B) * _PANEL_OF_B for height, _ in adapted),
         "parameters": sum(map(math.prod, shapes.values())),
         "products": sum(map(math.prod, products.values())) + of_experts,
         "quantised": {} if ready else rounded,
@@ -170,26 +184,37 @@ def capacity(
     contexts: tuple[int, ...],
     concurrencies: tuple[int, ...],
     slots: int = 0,
+    adapter_slots: int = 0,
+    adapter_max_rank: int = 16,
 ) -> Capacity:
-    """What fits into the share `utilization` of the memory (bytes) that the weights and `slots` for recurrent states
-    leave.
+    """What fits into the share `utilization` of the memory (bytes) that the weights, `slots` for recurrent states and
+    slots for adapters leave.
 
     Raises SettingsError if the weights and these slots alone do not fit.
     """
     taken, states = shape.weight_bytes(dtype, weights), slots * slot_bytes(shape.state_bytes(dtype))
-    if taken + states >= memory > taken:
-        raise SettingsError(
-            f"{slots} slots for recurrent states take {states / 2**30:.1f} GiB, and the weights leave"
-            f" {(memory - taken) / 2**30:.1f} GiB",
-            field="max_num_seqs",
-            bound=f"fewer than {(memory - taken) // slot_bytes(shape.state_bytes(dtype))}",
-        )
+    adapters = shape.adapter_bytes(dtype, adapter_slots, adapter_max_rank)
     if taken >= memory:
         raise SettingsError(
             f"the weights take {taken / 2**30:.1f} GiB as {format_name(dtype, weights)},"
             f" there are {memory / 2**30:.1f} GiB",
             field="memory",
             bound=f"over {taken / 2**30:.1f} GiB",
+        )
+    if taken + adapters >= memory:
+        raise SettingsError(
+            f"{adapter_slots} slots for adapters of rank {adapter_max_rank} take {adapters / 2**30:.1f} GiB, and the"
+            f" weights leave {(memory - taken) / 2**30:.1f} GiB",
+            field="adapter_slots",
+            bound=f"fewer than {-(-adapter_slots * (memory - taken) // adapters)}",
+        )
+    memory -= adapters
+    if taken + states >= memory:
+        raise SettingsError(
+            f"{slots} slots for recurrent states take {states / 2**30:.1f} GiB, and the weights leave"
+            f" {(memory - taken) / 2**30:.1f} GiB",
+            field="max_num_seqs",
+            bound=f"fewer than {(memory - taken) // slot_bytes(shape.state_bytes(dtype))}",
         )
     kv = int((memory - taken - states) * utilization)
     blocks, copy = kv // shape.block_bytes(block_size, dtype, kv_dtype), shape.state_blocks(block_size, dtype, kv_dtype)
@@ -199,6 +224,7 @@ def capacity(
         blocks=blocks,
         tokens=blocks * block_size,
         state_slots=states,
+        adapters=adapters,
         concurrency={length: blocks // (-(-length // block_size) + copy) for length in contexts},
         longest={
             count: min(shape.context or sys.maxsize, max(0, blocks // count - copy) * block_size)
@@ -255,13 +281,17 @@ def product_shapes(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, .
     }
 
 
+def _oriented(products: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """(out, in) of each."""
+    turned = {name: any(part in name for part in _TURNED) for name in products}
+    return {name: (shape[1], shape[0]) if turned[name] else (shape[0], shape[1]) for name, shape in products.items()}
+
+
 def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
     """Bytes of the products in a format. A head that is tied to the embedding becomes a separate matrix."""
     total = 0
-    products = product_shapes(shapes)
+    products = _oriented(product_shapes(shapes))
     for name, (n, k) in products.items():
-        if any(part in name for part in _TURNED):
-            n, k = k, n
         total += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
     if not any(name.startswith("lm_head.") for name in products):
         tied = (shape for name, shape in shapes.items() if any(part in f".{name}" for part in _TOKENS))

@@ -144,6 +144,8 @@ def fits(
     weights: str = CHECKPOINT,
     block_size: int,
     kv_dtype: str,
+    adapter_slots: int = 0,
+    adapter_max_rank: int = 16,
 ) -> list[Fit]:
     """A `Fit` for each number in RANKS, for devices with `memory` bytes."""
     found: list[Fit] = []
@@ -160,6 +162,8 @@ def fits(
                 kv_dtype=kv_dtype,
                 contexts=(),
                 concurrencies=(),
+                adapter_slots=adapter_slots,
+                adapter_max_rank=adapter_max_rank,
             )
         except (CheckpointRefused, SettingsError) as error:
             found.append(Fit(ranks, why_not=error.message))

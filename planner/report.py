@@ -62,11 +62,12 @@ def table(
             + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1))
             + _of_experts(shape, weights),
         ),
+        ("adapters", f"{capacity.adapters / GIB:.2f} GiB", "slots with room for every layer but the head"),
         ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {len(shape.calls)} layers, {kept}"),
         ("state per sequence", f"{state / MIB:.2f} MiB", _of_state(state, per_token, capacity, link)),
         ("KV pool", f"{capacity.kv / GIB:.2f} GiB", f"{capacity.blocks:,} blocks, {capacity.tokens:,} tokens"),
     ):
-        if state or not name.startswith("state"):
+        if {"state per sequence": state, "adapters": capacity.adapters}.get(name, True):
             head.add_row(f"[bold]{name}[/bold]", value, f"[dim]{why}[/dim]")
     many = Table("context", "sequences at once", f"moves at {link / 1e9:g} GB/s in", title="how many fit")
     for length, count in capacity.concurrency.items():

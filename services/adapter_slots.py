@@ -159,8 +159,8 @@ class AdapterSlots:
     async def _load(self, slot: _Slot) -> None:
         assert self._lora is not None
         assert slot.adapter is not None
-        lora, name = self._lora, slot.adapter.name
-        before = lora.slots[slot.number]
+        model, name = self._loop.engine.model, slot.adapter.name
+        before = self._lora.slots[slot.number]
         adapter = await asyncio.to_thread(lora_loader.read_again, slot.adapter)
-        await self._loop.call(lambda: lora.put(slot.number, adapter))  # between two steps
+        await self._loop.call(lambda: model.put_adapter(slot.number, adapter))  # between two steps
         log.info("adapter.loaded", adapter=name, slot=slot.number, instead_of=before.name if before else "")

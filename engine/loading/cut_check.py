@@ -20,7 +20,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from engine.attention import implementation
-from engine.attention.forward_context import Batch
+from engine.attention.forward_context import BASE, Batch
 from engine.loading.self_check import FP32_THRESHOLD, NOISE_CEILING, NOISE_FACTOR, NOISE_FLOOR, perturbed
 from engine.parallel.rank_group import RankGroup
 from engine.runner.model_runner import ModelRunner
@@ -68,15 +68,17 @@ def _compare(
     return f"the parts make up the model: gap {gap:.1e}, threshold {threshold:.1g}"
 
 
-def check_served(model: ModelRunner, expected: Whole | None) -> str:
+def check_served(model: ModelRunner, expected: Whole | None, slot: int = BASE) -> str:
     """Compares the path that serves, with weights of which only packed copies are left, with the whole; returns a line.
-    Raises CheckpointRefused as `check` does. Pages that round K and V are not compared: the self-check has done that
-    beside weights that were not packed, and each packed weight has been proven; here all must be finite."""
+    With the adapter in `slot`, if one is named. Raises CheckpointRefused as `check` does. Pages that round K and V are
+    not compared: the self-check has done that beside weights that were not packed, and each packed weight has been
+    proven; here all must be finite."""
     assert model.group is not None
     tokens = _prompt(model.module)
     blocks = -(-LENGTH // model.block_size)
     pages, batch = model.allocate(blocks), Batch()
     batch.add(tokens, 0, list(range(blocks)), list(range(LENGTH)))
+    batch.adapters = [] if slot == BASE else [slot]
     return _compare(model.module, model.forward(pages, batch), expected, model.group, pages.quantised)
 
 

@@ -33,7 +33,8 @@ from engine.loading import (
 )
 from engine.loading.attention_probe import Learnt
 from engine.loading.cut_check import Whole
-from engine.loading.module_loader import Source
+from engine.loading.lora_attachment import Wanted
+from engine.loading.module_loader import RankPart, Source
 from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
@@ -68,8 +69,8 @@ def load_model(
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
     (engine.runner.lora); others of up to `later_rank` may be loaded later. `weights` is the format of rounded products
     (engine/core/weight_formats.py), `kv_dtype` the type of K and V in pages (engine/kv/kv_quantization.py). `cache`
-    keeps packed weights for other workers and the next start. `group`: loads this rank's part, with the other ranks.
-    `progress` receives a line for each stage. Raises CheckpointRefused and SettingsError, each with the reason."""
+    keeps packed weights for other workers and the next start. `group`: loads this rank's part. `progress` receives a
+    line for each stage. Raises CheckpointRefused and SettingsError, each with the reason."""
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
@@ -80,9 +81,11 @@ def load_model(
     packer = _packer(device, served_by) if kernels == "auto" else None
     format = _format(weights, dtype, device, packer)
     source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config))
-    module, whole = _loaded(source, device, method, format, packer, group, say)
+    wanted = Wanted(adapters or {}, adapter_slots, later_rank)
+    module, part = _loaded(source, device, method, format, packer, group, say)
     del source
-    learnt = _learn(module, group, whole, say, bool(adapters or later_rank), kernels == "auto", kv_dtype)
+    whole, part = part and part.expected, part if wanted else None  # it keeps the files open
+    learnt = _learn(module, group, whole, say, bool(wanted), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=_of_rounded(fingerprint, format, with_experts=_rounds_experts(module, format, group)),
@@ -100,9 +103,9 @@ def load_model(
     if format is not None and group is None:
         say(_quantise(module, format, packer))
     _prepare(model, cache, say, cuda=device.type == "cuda" and kernels == "auto")
-    if adapters or later_rank:
-        say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
-    return _finished(model, whole, say)
+    with_adapter = lora_attachment.attach_checked(model, wanted, part, say) if wanted else None
+    del part
+    return _finished(model, whole, with_adapter, say)
 
 
 def _loaded(
@@ -113,22 +116,19 @@ def _loaded(
     packer: Packer | None,
     group: RankGroup | None,
     say: Callable[[str], None],
-) -> tuple[PreTrainedModel, Whole | None]:
+) -> tuple[PreTrainedModel, RankPart | None]:
     """The module on its device, quantised weights over their codes where exact; of several ranks this one's part, with
-    products rounded to `format`, and on rank 0 what the whole model computes."""
-    own: Cut | None = None
-    whole: Whole | None = None
-    if group is None:
-        module = module_loader.load_whole(source)
-    else:
-        module, own, whole = module_loader.load_part(source, group, format, say)
+    products rounded to `format`."""
+    part = None if group is None else module_loader.load_part(source, group, format, say)
+    module = part.module if part else module_loader.load_whole(source)
+    own = part.cut if part else None
     say(f"{source.config.model_type} loaded from {source.folder}")
     if method is not None:
         say(quantized_checkpoint.adopt(module, packer, source.packed, own.parts if own else None))
     torch.nn.Module.to(module, device)  # codes are there already, and the weights that they stand for never are
     if own is not None and format is not None:  # the whole has rounded weights, too
         say(_quantise(module, format, packer, own))
-    return module, whole
+    return module, part
 
 
 def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Learnt, group: RankGroup | None) -> str:
@@ -140,16 +140,26 @@ def _order(device: torch.device, dtype: torch.dtype, served_by: str, learnt: Lea
     return sum_order(device, dtype, group.size if group else 1)
 
 
-def _finished(model: ModelRunner, whole: Whole | None, say: Callable[[str], None]) -> ModelRunner:
+def _finished(
+    model: ModelRunner, whole: Whole | None, with_adapter: Whole | None, say: Callable[[str], None]
+) -> ModelRunner:
     """Makes the model ready to serve: empties the adapter slots, and checks that all ranks have parts of one model that
-    differ only in heads and columns."""
+    differ only in heads and columns. `with_adapter`: what the whole model computes with the adapter in slot 0."""
+    if model.group is not None:  # a rank cannot hold its part twice, so weights are packed after the checks of them
+        if model.lora:
+            model.lora.switch(False)
+        model.only_panels = weight_quantization.pack_in_place(model.module)
+        model.use_paged_attention()
     say(f"step: {traced_forward.install(model)}")
+    if model.group is not None:
+        say(f"as served, {cut_check.check_served(model, whole)}")
+        if model.lora:
+            say(f"as served with an adapter, {cut_check.check_served(model, with_adapter, slot=0)}")
     if model.lora:
         model.lora.clear()
     module_loader.return_memory()
     if model.group is None:
         return model
-    say(f"as served, {cut_check.check_served(model, whole)}")
     facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
     same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
     model.group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
@@ -205,11 +215,9 @@ def _check_with_indexers(
 def _prepare(model: ModelRunner, cache: WeightCache | None, say: Callable[[str], None], *, cuda: bool) -> None:
     """Prepares operators (those of a GPU with `cuda`), and proves that they serve exactly."""
     say(f"operators: {described(model.kernels, model.sum_order)}")
-    if model.group is not None:  # a rank cannot hold its part twice, so weights are packed after the checks
+    if model.group is not None:
         modules.find_norms(model.module)
         say(f"self-check passed: {self_check.check(model)}")
-        model.only_panels = weight_quantization.pack_in_place(model.module)
-        modules.switch(model.module, True)
         return
     if model.kernels != REFERENCE:
         say(modules.prepare(model.module, cache))

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -71,16 +71,28 @@ def load_whole(source: Source) -> PreTrainedModel:
     return whole
 
 
-def load_part(
-    source: Source, group: RankGroup, format: str | None, say: Callable[[str], None]
-) -> tuple[PreTrainedModel, Cut, Whole | None]:
-    """The part of one rank, which meets the others in its forward; its cut; and the logits of the whole model on rank
-    0, with products in `format`, to which the caller rounds the part."""
+class RankPart(NamedTuple):
+    """The part of one rank, which meets the others in its forward, and its cut. Rank 0 has the logits of the whole
+    model, with products in the format to which the caller rounds the part, and can have the whole `again`."""
+
+    module: PreTrainedModel
+    cut: Cut
+    expected: Whole | None
+    again: Callable[[], AbstractContextManager[PreTrainedModel]] | None
+
+
+def load_part(source: Source, group: RankGroup, format: str | None, say: Callable[[str], None]) -> RankPart:
     expected: Whole | None = None
 
-    def whole(model: PreTrainedModel) -> Whole:
-        with weight_quantization.rounding(model, format) if format else nullcontext():
-            return cut_check.whole(model)
+    def rounded(model: PreTrainedModel) -> AbstractContextManager[None]:
+        return weight_quantization.rounding(model, format) if format else nullcontext()
+
+    @contextmanager
+    def whole() -> Iterator[PreTrainedModel]:
+        by_layers = weights.strange is None
+        with part_loader.streamed(shapes, weights, module) if by_layers else nullcontext(load_whole(source)) as model:
+            with rounded(model):
+                yield model
 
     with _loading(source.folder, source.config):
         shapes = _shapes(source.config, source.dtype)
@@ -93,20 +105,22 @@ def load_part(
             _add_generation(module, source.folder)
             _check_report(source, module, report)
             if group.rank == 0:
-                with part_loader.streamed(shapes, weights, module) as streamed:
-                    expected = whole(streamed)
+                with whole() as model:
+                    expected = cut_check.whole(model)
     if weights.strange is not None:
         say(f"{weights.strange} is made of tensors in a way that is only known of the whole model: each rank reads all")
         with group.in_turn():  # only one rank holds the whole model at a time
             module = load_whole(source)
-            expected = whole(module) if group.rank == 0 else None
+            if group.rank == 0:
+                with rounded(module):
+                    expected = cut_check.whole(module)
             own.take(module)
             return_memory()
     own.attach(module)
     served: Any = module
     left, all_of_it = (sum(each.numel() for each in model.parameters()) / 1e6 for model in (module, shapes))
     say(f"rank {group.rank} of {group.size} has {left:.1f} of {all_of_it:.1f} million parameters")
-    return served.eval(), own, expected
+    return RankPart(served.eval(), own, expected, whole if group.rank == 0 else None)
 
 
 def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

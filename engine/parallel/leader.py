@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,7 +32,7 @@ from engine.kv.kv_cache import KvCache
 from engine.parallel import rank_messages
 from engine.parallel.rank_group import RankGroup, group_memory, mapped, shared_file
 from engine.parallel.rank_memory import RankMemory
-from engine.parallel.rank_messages import CAPTURE, FREE, LOAD, PAGES, READY, STEP
+from engine.parallel.rank_messages import ADAPTER, CAPTURE, FREE, LOAD, PAGES, READY, STEP
 from tandem.errors import CheckpointRefused, TandemError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -133,14 +133,31 @@ class Ranks:
         about = {"number": self._numbers[pages], "spare": spare, "max_running": max_running}
         self._tell(CAPTURE, rank_messages.of_json(about))
 
-    @contextmanager
-    def together(self, pages: KvCache, batch: Batch, captured: bool) -> Iterator[None]:
+    def together(
+        self, pages: KvCache, batch: Batch, captured: bool, marks: Sequence[int]
+    ) -> AbstractContextManager[None]:
         """Makes the other ranks run this step while rank 0 runs it inside. Raises Unavailable if a rank is lost, and
         for every error of rank 0, because the others are then in the middle of a step and the group ends. `on_lost`
         does not receive such an error: the step's sequences may be the cause."""
         if gone := [self._gone.pop() for _ in range(len(self._gone))]:
             self._tell(FREE, rank_messages.of_json({"numbers": gone}))
-        self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch, captured))
+        self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch, captured, marks))
+        return self._inside()
+
+    def fill(self, slot: int, about: dict[str, Any], content: bytes) -> AbstractContextManager[None]:
+        """Makes the other ranks put an adapter into a slot while rank 0 does it inside; the other arguments are what
+        engine.runner.lora.sent returns. Raises as `together`."""
+        file = shared_file(len(content))
+        try:
+            with open(file, "wb", closefd=False) as memory:
+                memory.write(content)
+            self._tell(ADAPTER, rank_messages.of_json({"slot": slot, "bytes": len(content), "adapter": about}), [file])
+        finally:
+            os.close(file)
+        return self._inside()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

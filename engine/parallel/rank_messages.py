@@ -1,10 +1,11 @@
 """What rank 0 tells the other ranks, over a socket pair that only these processes have.
 
-message   kind, length, each 4 bytes   then `length` bytes of content; new pages come with their file
+message   kind, length, each 4 bytes   then `length` bytes of content; new pages and adapters come with their file
 LOAD      JSON: what to load                                            rank 0 -> others, first
 PAGES     JSON: number, num_blocks, block_size                          rank 0 -> others
 CAPTURE   JSON: number of pages, spare, max_running                     rank 0 -> others
 FREE      JSON: numbers of pages that nobody has any more               rank 0 -> others
+ADAPTER   JSON: slot, bytes, adapter; its matrices come in a file       rank 0 -> others
 STEP      int64: the number of the pages, captured or not, and a Batch  rank 0 -> others
 READY     JSON: loaded and checked, a RankMemory                        others -> rank 0
 FAILED    JSON: why                                                     others -> rank 0, last
@@ -22,7 +23,7 @@ from typing import Any
 
 from engine.attention.forward_context import Batch
 
-LOAD, PAGES, CAPTURE, FREE, STEP, READY, FAILED = range(7)
+LOAD, PAGES, CAPTURE, FREE, ADAPTER, STEP, READY, FAILED = range(8)
 HEADER = struct.Struct("<II")
 LONGEST = 1 << 28  # bytes; far beyond any step
 
@@ -68,28 +69,29 @@ def from_json(content: bytes) -> dict[str, Any]:
     return value
 
 
-def of_step(pages: int, batch: Batch, captured: bool) -> bytes:
-    """A step over these pages, by a captured one or not. Positions follow from the lengths."""
-    assert not batch.adapters, "a model of several ranks has no adapters"
-    counts = (pages, int(captured), len(batch.token_ids), len(batch.query_lens), len(batch.logits_at))
+def of_step(pages: int, batch: Batch, captured: bool, marks: Sequence[int] = ()) -> bytes:
+    """A step over these pages, by a captured one or not. Positions follow from the lengths. `marks`: of the adapters in
+    the slots that the batch names (engine.runner.lora)."""
+    counts = (pages, int(captured), len(batch.token_ids), len(batch.query_lens), len(batch.logits_at), len(marks))
     widths = [len(table) for table in batch.block_tables]
-    lists = (batch.token_ids, batch.query_lens, batch.context_lens, batch.logits_at, widths)
+    assert len(marks) == len(batch.adapters)
+    lists = (batch.token_ids, batch.query_lens, batch.context_lens, batch.logits_at, batch.adapters, marks, widths)
     return array("q", chain(counts, *lists, *batch.block_tables)).tobytes()
 
 
-def from_step(content: bytes) -> tuple[int, Batch, bool]:
+def from_step(content: bytes) -> tuple[int, Batch, bool, list[int]]:
     """The inverse of `of_step`."""
     numbers = array("q", content).tolist()
-    pages, captured, tokens, sequences, wanted = numbers[:5]
-    at = 5
+    pages, captured, tokens, sequences, wanted, marked = numbers[:6]
+    at = 6
 
     def take(count: int) -> list[int]:
         nonlocal at
         at += count
         return numbers[at - count : at]
 
-    token_ids, query_lens, context_lens, logits_at, widths = map(
-        take, (tokens, sequences, sequences, wanted, sequences)
+    token_ids, query_lens, context_lens, logits_at, adapters, marks, widths = map(
+        take, (tokens, sequences, sequences, wanted, marked, marked, sequences)
     )
     positions = [
         position
@@ -97,4 +99,5 @@ def from_step(content: bytes) -> tuple[int, Batch, bool]:
         for position in range(context - query, context)
     ]
     tables = [take(width) for width in widths]
-    return pages, Batch(token_ids, positions, query_lens, context_lens, tables, logits_at), bool(captured)
+    batch = Batch(token_ids, positions, query_lens, context_lens, tables, logits_at, adapters)
+    return pages, batch, bool(captured), marks

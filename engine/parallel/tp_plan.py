@@ -37,8 +37,6 @@ ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention
 
 # Settings that several ranks do not support, and their values that count as absent.
 WITHOUT: dict[str, tuple[object, ...]] = {
-    "adapters": ({},),
-    "adapter_root": (None,),
     "draft_model": (None,),
     "weight_cache": ("auto", "off"),
 }

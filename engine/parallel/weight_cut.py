@@ -53,6 +53,7 @@ class Cut:
 
     group: RankGroup
     parts: dict[str, Part] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of the whole parameters of which there are parts
     meet: list[Callable[[PreTrainedModel], object]] = field(default_factory=list)  # inserts the group's calls
     sites: int = 0
     done: Counter[str] = field(default_factory=Counter)
@@ -132,6 +133,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> Cut:
             _product(own, module, style, (name, leaf, modules[parent]))
     _check_layers(model, own.done)
     _vocabulary(own, model, modules)
+    own.shapes.update((name, model.get_parameter(name).shape) for name in own.parts)
     return own
 
 

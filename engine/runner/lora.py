@@ -7,6 +7,9 @@ The pool, the slots' ranks and scales, and which row belongs to which slot are i
 (engine.runner.traced_forward), so that a slot may get another adapter between any two steps. Models without adapters
 are not changed.
 
+One rank of several has the part of A and B that fits its part of the weight: of a weight cut by rows all of A and its
+rows of B, of one cut by columns its columns of A and all of B. There the term is a part of the sum that follows anyway.
+
 engine/loading/lora_attachment.py adds the slots to a model and verifies them.
 """
 
@@ -20,11 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 from engine.attention.forward_context import BASE, Batch, Rows, current_step
 from engine.core.sequence import LoraSlot
 from engine.kernels import replacement
+from engine.parallel.weight_cut import Part
 
 NARROW, WIDE = 16, 64  # columns of a panel of A and of B (engine/kernels/lora.cpp)
 _PLACE = "_tandem_lora"
@@ -55,9 +60,19 @@ class Place(NamedTuple):
     number: int  # column in the tables of ranks and scales
     a: int  # first element
     b: int
-    width: int  # in
-    height: int  # out
+    width: int  # in, of this rank's part
+    height: int  # out, likewise
     rank: int  # at most
+    whole: tuple[int, int]  # (out, in) of the whole layer
+    part: Part | None = None  # of the layer's weight, where this rank has not all of it
+
+    def own(self, layer: LowRank) -> LowRank:
+        """What this rank has of a term of the whole layer."""
+        if self.part is None:
+            return layer
+        return (
+            layer._replace(b=self.part.of(layer.b)) if self.part.dim == 0 else layer._replace(a=self.part.of(layer.a))
+        )
 
 
 class Lora:
@@ -90,11 +105,14 @@ class Lora:
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Replaces the slot's adapter, which no sequence may use any more."""
+        self.empty(slot)
+        for name, layer in adapter.layers.items():
+            self._put(slot, self.places[name], self.places[name].own(layer))
+        self.slots[slot] = adapter._replace(layers={})
+
+    def empty(self, slot: int) -> None:
         self.slots[slot] = None
         self.ranks[slot] = 0
-        for name, layer in adapter.layers.items():
-            self._put(slot, self.places[name], layer)
-        self.slots[slot] = adapter._replace(layers={})
 
     def _put(self, slot: int, place: Place, layer: LowRank) -> None:
         a = torch.zeros(padded(layer.rank, NARROW), place.width)
@@ -138,10 +156,20 @@ class Lora:
         """For Batch.adapters. AssertionError if another adapter lies in the slot: a wrong answer is worse than none."""
         if adapter is None:
             return BASE
-        there = self.slots[adapter.slot]
-        assert there is not None, f"slot {adapter.slot} is empty"
+        there = self._in(adapter.slot)
         assert there.fingerprint == adapter.fingerprint, f"slot {adapter.slot} has adapter {there.name} now"
         return adapter.slot
+
+    def marks(self, batch: Batch) -> list[int]:
+        """For each sequence of a step 64 bits of its adapter's fingerprint, by which ranks notice that one of them has
+        another adapter in the slot. AssertionError if the slot is empty."""
+        of = [b"" if slot == BASE else self._in(slot).fingerprint for slot in batch.adapters]
+        return [int.from_bytes(fingerprint[:8], "little", signed=True) for fingerprint in of]
+
+    def _in(self, slot: int) -> Adapter:
+        there = self.slots[slot]
+        assert there is not None, f"slot {slot} is empty"
+        return there
 
     def switch(self, on: bool) -> None:
         """Switches the layers to their class with adapters, or back; independent of other changes of their class."""
@@ -155,12 +183,14 @@ class Lora:
 
     @contextmanager
     def eagerly(self, slot: int) -> Iterator[None]:
-        """Inside, the eager model applies the slot's adapter to every row: the reference of the self-check."""
+        """Inside, the eager model applies the slot's adapter to every row: the reference of the self-check. Before the
+        hooks that add up or gather what all ranks have."""
         with ExitStack() as stack:
             for name, place in self.places.items():
                 hook = functools.partial(_beside, lora=self, slot=slot, place=place)
                 if slot != BASE:
-                    stack.callback(self.module.get_submodule(name).register_forward_hook(hook).remove)
+                    layer = self.module.get_submodule(name)
+                    stack.callback(layer.register_forward_hook(hook, prepend=True).remove)
             yield
 
 
@@ -206,6 +236,29 @@ def _beside(_module: Any, args: tuple[Any, ...], y: torch.Tensor, *, lora: Lora,
     if rank == 0:
         return y
     return y + _product(args[0], lora.pool[slot], rank, float(lora.scales[slot, place.number]), place)
+
+
+def sent(adapter: Adapter) -> tuple[dict[str, Any], bytes]:
+    """What rank 0 sends of an adapter to the other ranks: JSON, and its matrices."""
+    layers = enumerate(adapter.layers.values())
+    matrices = {f"{number} {part}": each for number, (a, b, _) in layers for part, each in (("a", a), ("b", b))}
+    about = {
+        "name": adapter.name,
+        "folder": str(adapter.folder),
+        "fingerprint": adapter.fingerprint.hex(),
+        "scales": {name: layer.scale for name, layer in adapter.layers.items()},
+    }
+    return about, save({name: each.contiguous() for name, each in matrices.items()})
+
+
+def received(about: dict[str, Any], content: bytes) -> Adapter:
+    """The inverse of `sent`."""
+    matrices = load(content)
+    layers = {
+        name: LowRank(matrices[f"{number} a"], matrices[f"{number} b"], scale)
+        for number, (name, scale) in enumerate(about["scales"].items())
+    }
+    return Adapter(about["name"], Path(about["folder"]), bytes.fromhex(about["fingerprint"]), layers)
 
 
 def padded(size: int, unit: int) -> int:

@@ -29,8 +29,9 @@ from engine.kv.kv_quantization import element_dtype
 from engine.parallel.leader import Ranks
 from engine.parallel.rank_group import RankGroup
 from engine.runner.indexers import Indexers, given_mask
-from engine.runner.lora import Lora
+from engine.runner.lora import Adapter, Lora, sent
 from engine.runner.mixers import Mixers
+from tandem.errors import Unavailable
 
 CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
@@ -154,10 +155,30 @@ class ModelRunner:
     def on_all_ranks(self, pages: KvCache, batch: Batch, captured: bool = False) -> Iterator[None]:
         """Runs a step inside; rank 0 makes the others run it, too, `captured` or not. Ends when all have written their
         KV."""
-        with self.ranks.together(pages, batch, captured) if self.ranks else nullcontext():
+        marks = self.lora.marks(batch) if self.ranks and self.lora else []
+        with self.ranks.together(pages, batch, captured, marks) if self.ranks else nullcontext():
             yield
             if self.group is not None:
                 self.group.end_step()
+
+    def put_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into a slot that no sequence uses, between two steps. Rank 0 makes other ranks do it too.
+        If one cannot, the slot is empty on all of them, and this raises Unavailable."""
+        assert self.lora is not None, "a model without adapters"
+        if self.group is None:
+            self.lora.put(slot, adapter)
+            return
+        why: Exception | None = None
+        with self.ranks.fill(slot, *sent(adapter)) if self.ranks else nullcontext():
+            try:
+                self.lora.put(slot, adapter)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+                why = error
+            everywhere = self.group.all_say(why is None)
+        if not everywhere:
+            self.lora.empty(slot)
+            what = f"adapter {adapter.name} was put into no slot: {why or 'another rank of this worker could not'}"
+            raise Unavailable(what, reason="RANK_WITHOUT_ADAPTER") from why
 
     def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""

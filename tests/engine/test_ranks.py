@@ -397,7 +397,7 @@ def test_loading_takes_the_memory_of_a_part(
     module_loader.return_memory()
     with rank_memory.Loading() as loading:
         source = module_loader.Source(large, checkpoint.check_folder(large), config, dtype, None)
-        module, _, expected = module_loader.load_part(source, group, None, lambda line: None)
+        module, _, expected, _ = module_loader.load_part(source, group, None, lambda line: None)
     memory = loading.memory()
     assert expected is not None
     narrower = 4 // dtype.itemsize
@@ -470,7 +470,7 @@ def test_ranks_that_have_lost_step_add_nothing() -> None:
 
 
 def test_a_step_is_the_same_after_its_way() -> None:
-    """Batches of any shape: chunks, single tokens, wanted logits or none."""
+    """Batches of any shape: chunks, single tokens, wanted logits or none, adapters or none."""
     rng = random.Random(0)
     for _ in range(50):
         batch = Batch()
@@ -478,8 +478,12 @@ def test_a_step_is_the_same_after_its_way() -> None:
             done, new = rng.randint(0, 40), rng.randint(1, 9)
             blocks = [rng.randrange(1 << 40) for _ in range(-(-(done + new) // BLOCK) + rng.randint(0, 2))]
             batch.add([rng.randrange(1 << 20) for _ in range(new)], done, blocks, range(rng.randint(0, new)))
-        captured = rng.random() < 0.5
-        assert rank_messages.from_step(rank_messages.of_step(7, batch, captured)) == (7, batch, captured)
+        captured, marks = rng.random() < 0.5, list[int]()
+        if rng.random() < 0.5:
+            batch.adapters = [rng.randrange(-1, 9) for _ in batch.query_lens]
+            marks = [rng.randrange(-(1 << 63), 1 << 63) for _ in batch.query_lens]
+        sent = rank_messages.of_step(7, batch, captured, marks)
+        assert rank_messages.from_step(sent) == (7, batch, captured, marks)
 
 
 # ---- their end
@@ -581,8 +585,6 @@ def test_a_model_without_a_plan_starts_no_process(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"adapters": {"a": "b"}}, "adapters is"),
-        ({"adapter_root": Path("/")}, "adapter_root is /"),
         ({"speculation": "draft", "draft_model": "d"}, "draft_model is d"),
         ({"weight_cache": "/tmp"}, "weight_cache is /tmp"),
         ({"autoscale": "on", "prefill_max": 2, "decode_max": 2, "prefill_tp": 2}, "workers change pools"),

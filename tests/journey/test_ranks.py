@@ -13,6 +13,7 @@ import pytest
 
 from engine import kernels
 from kvtransfer.types import Peer
+from loadtest.harness.random_checkpoints import make_adapter
 from tests.journey.test_handoff import harming
 from tests.support import oracle
 from tests.support.faults import Harm, only_first, slow_down
@@ -70,6 +71,29 @@ async def test_workers_with_rounded_weights_pair_whatever_their_ranks(inside: An
         for prompt in prompts:
             answer = await cluster.client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True)
             assert answer.token_ids == oracle.greedy(reference, prompt, NEW)
+            assert answer.receipt.path == "disaggregated"
+        assert await cluster.ledgers_balance()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+async def test_pools_of_two_sizes_serve_adapters(
+    inside: Any, tiny: Path, tmp_path: Path, prefill: int, decode: int
+) -> None:
+    """One of the settings and one that is loaded while the cluster runs, beside the base: the tokens of transformers
+    with merged weights, of prompts that another worker computed."""
+    folders = {name: make_adapter(tmp_path / name, tiny, seed=seed) for seed, name in enumerate(("red", "blue"), 1)}
+    references = {"": tiny, **{name: oracle.merged(tiny, one, tmp_path / f"+{name}") for name, one in folders.items()}}
+    asked = [(name, prompt) for name in references for prompt in oracle.prompts(tiny, [7, 50])]
+    given = {"adapters": {"red": str(folders["red"])}, "adapter_root": tmp_path, "adapter_slots": 1}
+    async with inside(prefill_tp=prefill, decode_tp=decode, **given) as cluster:
+        await cluster.client.load_adapter("blue", "blue")
+
+        async def ask(name: str, prompt: list[int]) -> Any:
+            return await cluster.client.generate(prompt, adapter=name or None, max_tokens=NEW, ignore_eos=True)
+
+        answers = await asyncio.gather(*(ask(*one) for one in asked))
+        for (name, prompt), answer in zip(asked, answers, strict=True):
+            assert answer.token_ids == oracle.greedy(references[name], prompt, NEW)
             assert answer.receipt.path == "disaggregated"
         assert await cluster.ledgers_balance()
 

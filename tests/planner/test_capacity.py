@@ -201,20 +201,30 @@ def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:
 
 
 def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
-    """One sentence each: weights over the memory, no config, no weights."""
+    """One sentence each: weights over the memory, adapters over what they leave, no config, no weights."""
     with pytest.raises(CheckpointRefused, match=r"config\.json"):
         read_shape(tmp_path)
     make_checkpoint(tmp_path, "tiny-llama")
-    with pytest.raises(SettingsError, match="weights"):
-        capacity(
-            read_shape(tmp_path),
-            memory=1000,
-            utilization=0.9,
-            dtype="bfloat16",
-            block_size=16,
-            contexts=(),
-            concurrencies=(),
-        )
+    shape = read_shape(tmp_path)
+    asked: dict[str, Any] = {"utilization": 0.9, "dtype": "bfloat16", "block_size": 16}
+    asked |= {"contexts": (), "concurrencies": ()}
+    with pytest.raises(SettingsError, match="the weights take"):
+        capacity(shape, memory=1000, **asked)
+    memory = shape.weight_bytes("bfloat16") + shape.adapter_bytes("bfloat16", 3, 16)
+    with pytest.raises(SettingsError, match="3 slots for adapters of rank 16") as caught:
+        capacity(shape, memory=memory, **asked, adapter_slots=3)
+    assert caught.value.bound == "fewer than 3"
+    assert capacity(shape, memory=memory, **asked, adapter_slots=2).kv > 0
+
+
+@pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-qwen3-moe"])
+def test_slots_for_adapters_are_as_large_as_the_engines(tmp_path: Path, family: str) -> None:
+    """On every product but the head and those of experts, whichever way they are stored."""
+    make_checkpoint(tmp_path, family, dtype="float32", num_hidden_layers=2)
+    cpu = torch.device("cpu")
+    model = load_model(str(tmp_path), dtype=torch.float32, device=cpu, adapter_slots=3, later_rank=20)
+    assert model.lora is not None
+    assert read_shape(tmp_path).adapter_bytes("float32", 3, 20) == model.lora.pool.nbytes
 
 
 @pytest.mark.parametrize(
