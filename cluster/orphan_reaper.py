@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,7 +59,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the guard ends only after `up`
     directory, *keep = (Path(argument) for argument in sys.argv[1:])
-    run_directory.hold(directory)
+    with suppress(FileNotFoundError):  # another start was first; the processes are still to be ended
+        run_directory.hold(directory)
     watched = [(int(pid), float(created)) for pid, created in (line.split() for line in sys.stdin)]
     alive = []
     for pid, created in watched:

@@ -373,6 +373,18 @@ def test_a_killed_runs_directory_is_left_to_its_guard(monkeypatch: pytest.Monkey
     assert run_directory.remove_stale() == [killed]
 
 
+def test_a_guard_whose_directory_is_gone_ends_the_processes(directory: Path) -> None:
+    """Another start may remove the directory of a run that was killed before its guard was up."""
+    left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    guard = OrphanReaper(directory / "gone")
+    guard.watch([psutil.Process(left.pid)])
+    guard.stop()
+    try:
+        assert left.wait(SOON_S) == -signal.SIGKILL
+    finally:
+        left.kill()
+
+
 def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """The logs of a cluster that fails at every start do not fill the disk."""
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
