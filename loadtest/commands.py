@@ -74,6 +74,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
         "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
         "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),
+        "device-handoff": Measurement("scenarios.device_handoff:main", "a GPU's handoff, against one worker alone"),
         "chaos": Measurement("scenarios.chaos.run:main", "random faults under load: no answer may differ by a token"),
     },
     "Other software (comparison)": {

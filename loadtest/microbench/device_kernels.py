@@ -1,5 +1,4 @@
-"""The first hour with a GPU: every kernel of Tandem on it, against what it must equal. Measures nothing. Not yet run on
-a GPU.
+"""The first hour with a GPU: every kernel of Tandem on it, against what it must equal. Measures nothing.
 
 Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products
 with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch; what
@@ -15,7 +14,11 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -184,6 +187,7 @@ def _line(problem: str | None, right: str) -> str:
 
 def main(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Checks whose name begins with it.")] = "",
+    at_once: Annotated[int, typer.Option(min=1, max=64, help="Processes; most of the time is that of compilers.")] = 1,
     device: Annotated[Literal["cuda", "cpu"], typer.Option(hidden=True)] = "cuda",
 ) -> int:
     if device == "cuda" and not torch.cuda.is_available():
@@ -191,7 +195,8 @@ def main(
         return 1
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}", flush=True)
-    wrong = run([each for each in checks(where, list(TINY | HYBRID)) if each[0].startswith(only)])
+    wanted = [each for each in checks(where, list(TINY | HYBRID)) if each[0].startswith(only)]
+    wrong = run(wanted) if at_once == 1 else run_at_once([name for name, _ in wanted], where, at_once)
     print(f"{wrong} wrong")
     return int(wrong > 0)
 
@@ -200,11 +205,69 @@ def run(wanted: list[tuple[str, Check]]) -> int:
     """Prints a line for each check; how many were wrong. An error ends its own check only."""
     wrong = 0
     for name, check in wanted:
-        try:
-            line = check()
-        except Exception as error:  # noqa: BLE001, printed; the others go on: an hour with a device is short
-            traceback.print_exc()
-            line = f"wrong: {type(error).__name__}: {error}".partition("\n")[0]
+        line = found(check)
         wrong += line.startswith("wrong")
         print(f"{name}: {line}", flush=True)
     return wrong
+
+
+def run_at_once(names: list[str], device: torch.device, processes: int) -> int:
+    """As `run`, in several processes, because most of the time is that of compilers. A process whose device has failed
+    is of no more use and is replaced, like one that has ended."""
+    waiting, busy, wrong = iter(names), dict[Any, str](), 0
+    for name in islice(waiting, processes):
+        busy[_process(name, device)] = name
+    while busy:
+        ready: list[Any] = wait(list(busy))
+        for connection in ready:
+            name = busy.pop(connection)
+            try:
+                line, usable = connection.recv()
+            except EOFError:
+                line, usable = "wrong: its process ended", False
+            wrong += line.startswith("wrong")
+            print(f"{name}: {line}", flush=True)
+            if (following := next(waiting, None)) is None:
+                continue
+            if usable:
+                connection.send(following)
+                busy[connection] = following
+            else:
+                busy[_process(following, device)] = following
+    return wrong
+
+
+def _process(first: str, device: torch.device) -> Any:
+    """The connection to a new one, which ends with this one and has its first name."""
+    ours, theirs = get_context("spawn").Pipe()
+    get_context("spawn").Process(target=_serve, args=(theirs, device), daemon=True).start()
+    theirs.close()  # so that its end is the end of the connection
+    ours.send(first)
+    return ours
+
+
+def _serve(connection: Any, device: torch.device) -> None:
+    torch.set_num_threads(1)
+    every = dict(checks(device, list(TINY | HYBRID)))
+    usable = True
+    while usable:
+        try:
+            name = connection.recv()
+        except EOFError:  # nothing is left to do
+            return
+        start = perf_counter()
+        line = found(every[name])
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # raises where a kernel has failed: then every later call does
+        except RuntimeError as error:
+            line, usable = f"wrong: {line}; {error}".partition("\n")[0], False
+        connection.send((f"{line} ({perf_counter() - start:.0f} s)", usable))
+
+
+def found(check: Check) -> str:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001, printed; the others go on: an hour with a device is short
+        traceback.print_exc()
+        return f"wrong: {type(error).__name__}: {error}".partition("\n")[0]
