@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.gpu import trial
 from engine.kernels import modules
 from engine.kernels.replacement import Compiled
 
@@ -22,8 +23,6 @@ log = logging.getLogger(__name__)
 
 NAME = "cuda (triton)"
 ROWS = (1, 5, 64, 65, 200)  # row counts of the trial: one tile and several, of both kinds
-GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
-TURN = 7  # shift of the trial's rows, so that each is computed at another position in its tile
 
 
 def prepare(model: nn.Module, device: torch.device) -> str:
@@ -38,6 +37,7 @@ def prepare(model: nn.Module, device: torch.device) -> str:
 def adopt(model: nn.Module) -> str:
     """As `prepare`, on any device."""
     from engine.gpu import products  # torch for CUDA brings Triton, the one for CPU does not
+    from engine.gpu.mixture import adoption
 
     layers = [layer for layer in model.modules() if weight_of(layer) is not None]
     if problem := differs(layers):
@@ -50,7 +50,8 @@ def adopt(model: nn.Module) -> str:
         if (norm := modules.rms_norm_of(module, products.rms_norm)) is not None:
             module.__dict__.update({modules.NORM: norm, modules.REPLACEMENT: RmsNorm})
             norms += 1
-    return f"{NAME}, {len(layers)} products and {norms} norms"
+    mixtures = adoption.adopt(model)
+    return f"{NAME}, {len(layers)} products and {norms} norms{mixtures and f', {mixtures}'}"
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
@@ -58,7 +59,7 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
     if type(layer) not in (nn.Linear, Conv1D):
         return None
     weight = modules.oriented(layer)
-    return weight if weight.dtype in GAP and weight.numel() else None
+    return weight if weight.dtype in trial.GAP and weight.numel() else None
 
 
 @torch.inference_mode()
@@ -85,17 +86,10 @@ def _differs(layer: nn.Module, dtype: torch.dtype, k: int) -> str | None:
     device = next(layer.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(ROWS[-1], k, generator=generator, device=device).to(dtype)
-    expected = layer(x).float()
     found = multiply(layer, x)
-    gap = ((found.float() - expected).abs().max() / expected.square().mean().sqrt()).item()
-    if not gap <= GAP[dtype]:  # also for NaN
-        return f"differs from torch's by {gap:.2g}"
-    for rows in ROWS:
-        for turn in (0, TURN):
-            again = multiply(layer, x[:rows].roll(turn, 0)).roll(-turn, 0)
-            if not torch.equal(again, found[:rows]):
-                return f"gives a row other bits among {rows}"
-    return None
+    return trial.differs(found, layer(x)) or trial.other_bits(
+        lambda rows: (multiply(layer, rows),), (x,), (found,), ROWS
+    )
 
 
 def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,61 @@ def store_part(out, y, first_row, first_col, row, col, begin, end, here):
     tl.store(out + (first_row * width - low) + (row[:, None] * width + col[None, :]), y, mask=inside)
 
 
+@triton.jit
+def chain(
+    x_at,  # [ROWS, 1]: where the rows begin
+    w_at,  # [1, COLS]: where the columns of the weight begin
+    there,  # [ROWS, 1]
+    used,  # [COLS]
+    scales,  # [COLS]: where those of the columns begin
+    zeros,
+    depth,
+    group,
+    w_depth,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """The sums over k of every product here, of layers and of experts: one chain for each element, in one order."""
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
+            half = tl.arange(0, DEPTH // 2)
+            low, high_half = start + half, start + DEPTH // 2 + half
+            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
+            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
+            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
+            zero = 8
+            if ZEROS:
+                zero = tl.load(zeros + start // group, mask=used, other=0).to(tl.int32)[None, :]
+            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
+        else:
+            at = start + tl.arange(0, DEPTH)
+            left, right = there, used[None, :]
+            if not WHOLE:
+                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+            if FORMAT == 2:
+                b = e4m3(b)
+            if FORMAT == 0 and not EXACT:
+                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+            else:
+                found = product(a, b, EXACT)
+        if FORMAT != 0 or EXACT:
+            if GROUPED:
+                found *= tl.load(scales + start // group, mask=used, other=0.0)[None, :]
+            sums += found
+    if FORMAT != 0 and not GROUPED:
+        sums *= tl.load(scales, mask=used, other=0.0)[None, :]
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear(
     x,
@@ -83,37 +138,10 @@ def linear(
     x_at = x + first_row * x_row + row[:, None] * x_row
     w_at = weight + first_col * w_col + col[None, :] * w_col
     of_col = first_col * s_col + col * s_col
-    sums = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(0, depth, DEPTH):
-        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
-            half = tl.arange(0, DEPTH // 2)
-            low, high_half = start + half, start + DEPTH // 2 + half
-            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
-            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
-            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
-            zero = 8
-            if ZEROS:
-                zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
-            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
-        else:
-            at = start + tl.arange(0, DEPTH)
-            left, right = there, used[None, :]
-            if not WHOLE:
-                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
-            if FORMAT == 2:
-                b = e4m3(b)
-            if FORMAT == 0 and not EXACT:
-                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
-            else:
-                found = product(a, b, EXACT)
-        if FORMAT != 0 or EXACT:
-            if GROUPED:
-                found *= tl.load(scales + of_col + start // group, mask=used, other=0.0)[None, :]
-            sums += found
-    if FORMAT != 0 and not GROUPED:
-        sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
+    sums = chain(
+        x_at, w_at, there, used, scales + of_col, zeros + of_col, depth, group, w_depth, ROWS, COLS, DEPTH, WHOLE,
+        FORMAT, GROUPED, ZEROS, EXACT,
+    )  # fmt: skip
     if BIAS:
         sums += tl.load(bias + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
     y = sums.to(out.dtype.element_ty)
@@ -292,11 +320,13 @@ def rounded_sum(a, b, c, d):
 
 
 @triton.jit
-def gated(gate, up, out, size, ACT: tl.constexpr, TILE: tl.constexpr):
-    """act(gate) * up, rounded after each. ACT: 0 silu, 1 gelu, 2 gelu by tanh."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    g = tl.load(gate + at, mask=at < size, other=0.0)
-    u = tl.load(up + at, mask=at < size, other=0.0).to(tl.float32)
+def gated(gate, up, out, size, g_row, u_row, ACT: tl.constexpr, TILE: tl.constexpr):
+    """act(gate) * up of rows of `size`, rounded after each. ACT: 0 silu, 1 gelu, 2 gelu by tanh."""
+    wide = tl.cdiv(size, TILE)
+    row = (tl.program_id(0) // wide).to(tl.int64)
+    at = (tl.program_id(0) % wide).to(tl.int64) * TILE + tl.arange(0, TILE)
+    g = tl.load(gate + row * g_row + at, mask=at < size, other=0.0)
+    u = tl.load(up + row * u_row + at, mask=at < size, other=0.0).to(tl.float32)
     x = g.to(tl.float32)
     if ACT == 0:
         y = x / (1.0 + tl.exp(-x))
@@ -305,7 +335,7 @@ def gated(gate, up, out, size, ACT: tl.constexpr, TILE: tl.constexpr):
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         y = x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(a)) is 1 / (1 + exp(-2 a))
-    tl.store(out + at, (y.to(g.dtype).to(tl.float32) * u).to(g.dtype), mask=at < size)
+    tl.store(out + row * size + at, (y.to(g.dtype).to(tl.float32) * u).to(g.dtype), mask=at < size)
 
 
 INTERPRETED = not isinstance(linear, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

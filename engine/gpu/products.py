@@ -79,13 +79,13 @@ def linear(
     `beside [..., n]` after rounding. `widths`, two or three numbers whose sum is n, split the outputs into groups: the
     result `[rows * n]` then holds the groups one after the other."""
     n, k = weight.shape[0], x.shape[-1]
-    flat = _rows(x, k)
+    flat = rows_of(x, k)
     out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
     rows = flat.shape[0]
     if rows == 0:
         return out
     tiling = Tiling.of(rows, n, x.dtype, scaled.depth if scaled else None)
-    added = _rows(beside, n) if beside is not None else flat
+    added = rows_of(beside, n) if beside is not None else flat
     given = [each if each is not None else flat for each in (bias, added)]  # absent tensors are not read
     scales, zeros, group, groups = flat, flat, 1, 1
     if scaled is not None:
@@ -98,7 +98,7 @@ def linear(
         *weight.stride(), groups, added.stride(0), n,
         **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
         GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
-        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype),
+        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=exactly(x.dtype),
     )  # fmt: skip
     return out
 
@@ -209,7 +209,7 @@ def siblings_over_codes(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
     """`x [..., n]` over its root mean square, times `weight [n]` + offset; `round_first` rounds before the product."""
     n = weight.numel()
-    flat = _rows(x, n)
+    flat = rows_of(x, n)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size = flat.shape[0], 1 << (n - 1).bit_length()
     if rows:
@@ -293,11 +293,16 @@ ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 @operator("gated(Tensor gate, Tensor up, str act) -> Tensor")
 def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up, of equal shapes."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    if size := gate.numel():
-        kernels.gated[(cdiv(size, NORM_ELEMENTS),)](gate, up, out, size, ACT=ACTS[act], TILE=NORM_ELEMENTS, num_warps=4)
+    """act(gate) * up, of equal shapes. Both may be columns of one product, as those of experts are."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    rows, width, apart = 1, gate.numel(), (0, 0)
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        gate, up = rows_of(gate, gate.shape[-1]), rows_of(up, gate.shape[-1])
+        (rows, width), apart = gate.shape, (gate.stride(0), up.stride(0))
+    if gate.numel():
+        kernels.gated[(rows * cdiv(width, NORM_ELEMENTS),)](
+            gate, up, out, width, *apart, ACT=ACTS[act], TILE=NORM_ELEMENTS, num_warps=4
+        )
     return out
 
 
@@ -306,11 +311,11 @@ def cdiv(number: int, unit: int) -> int:
     return -(-number // unit)
 
 
-def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     flat = x.reshape(-1, width)
     return flat if flat.stride(1) == 1 or width == 1 else flat.contiguous()
 
 
-def _exact(dtype: torch.dtype) -> bool:
+def exactly(dtype: torch.dtype) -> bool:
     """The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to."""
     return bool(dtype == torch.float32 or kernels.INTERPRETED)

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 from engine.attention.forward_context import Batch, Step
 from engine.kernels import REFERENCE
 from engine.runner.capture_check import difference
+from engine.runner.failures import reason
 
 if TYPE_CHECKING:
     from engine.kv.kv_cache import KvCache
@@ -177,7 +178,7 @@ class Decode:
                 except (RuntimeError, AttributeError) as error:  # a step that asks the device or the batch for numbers
                     if model.group is not None and model.group.broken:
                         raise
-                    raise Uncapturable(str(error).strip().partition("\n")[0]) from error
+                    raise Uncapturable(reason(error)) from error
                 finally:
                     if pages.states is not None:
                         pages.states.forget()

@@ -24,6 +24,7 @@ from engine.attention.forward_context import BASE, Batch, Rows, Step
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_cache_spec import smallest_reach
+from engine.runner.failures import reason
 from engine.runner.graph_fusion import CPU, CUDA, fuse, place_together
 from engine.runner.model_runner import ModelRunner, RecordedForward
 
@@ -128,7 +129,7 @@ def record(model: ModelRunner) -> RecordedForward:
         try:
             graph, _ = _get_trace_graph(forward, (wanted, *inputs(first)))  # type: ignore[no-untyped-call]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise Unrecordable(str(error).strip().partition("\n")[0]) from error
+            raise Unrecordable(reason(error)) from error
     for each in warned:
         if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
             where = f"{Path(each.filename).name}:{each.lineno}"
@@ -142,7 +143,7 @@ def record(model: ModelRunner) -> RecordedForward:
             forward_again = partial(run, candidate)
             differs = _differs(forward_again, model, pages, batches[1:])
         except RuntimeError as error:
-            differs = str(error).strip().rpartition("\n")[2]
+            differs = reason(error)
         if differs is None:
             return forward_again
         log.warning("the %s recording cannot be used: %s", what, differs)

@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any, Literal
@@ -33,6 +34,8 @@ from engine.runner.model_runner import ModelRunner, RunnerConfig
 from kvtransfer.types import digests
 from loadtest.harness.options import names
 from loadtest.harness.random_checkpoints import REAL, SHAPES, make_module
+from loadtest.microbench.mixture import WHOLE
+from loadtest.microbench.recurrence import REST, model_of
 
 Say = Callable[[str], None]
 NO_CUDA = "error: `loadtest device` measures a GPU, and torch finds no CUDA device here"
@@ -176,6 +179,34 @@ def _products(module: torch.nn.Module, plan: Plan, device: torch.device, say: Sa
             say(f"{what:<34} {ours * 1e6:9.1f} µs, torch's {theirs * 1e6:.1f} µs, {ours / theirs:.2f} of it")
 
 
+def mixtures(plan: Plan, configs: dict[str, dict[str, Any]], device: torch.device, say: Say) -> None:
+    """The experts of a layer by Triton beside torch's, and the time that a copy takes for the weights of those who are
+    chosen."""
+    from engine.gpu.mixture import adoption  # torch for CUDA brings Triton, the one for CPU does not
+
+    bandwidth = _bandwidth(plan, device)
+    say(f"{'copy on the device':<34} {bandwidth / 1e9:9.1f} GB/s, read and written")
+    for name, config in configs.items():
+        model = model_of({**REST, **config, "num_hidden_layers": 1}, torch.bfloat16, device)
+        say(f"{name}: {(line := adoption.adopt(model))}")
+        if "by torch" in line:
+            continue
+        module: Any = next(adoption.found_experts(model))
+        up = next(each for each in module.parameters() if each.dim() == 3)
+        count, each, width = len(up), config["num_experts_per_tok"], config["hidden_size"]
+        nbytes = sum(one.nbytes for one in module.parameters()) / count
+        for rows in (1, *sorted({*plan.batches, plan.prompt} - {1})):
+            x = torch.randn(rows, width, device=device).to(torch.bfloat16)
+            chosen = torch.rand(rows, count, device=device).topk(each).indices
+            given = (x, chosen, torch.rand(rows, each, device=device).to(x.dtype))
+            with torch.inference_mode():
+                ours = _seconds(lambda module=module, given=given: adoption.compute(module, *given), plan, device)  # type: ignore[misc]
+                theirs = _seconds(lambda module=module, given=given: module(*given), plan, device)  # type: ignore[misc]
+            floor = len(chosen.unique()) * nbytes / bandwidth
+            beside = f"torch's {theirs * 1e3:.3f} ms, {ours / theirs:.2f} of it"
+            say(f"{_row(f'experts, {rows} rows', ours, floor)}; {beside}")
+
+
 def _noise(pages: KvCache, calls: int) -> None:
     """KV as random as that of a prompt: zeros are faster."""
     for call in range(calls):
@@ -251,6 +282,7 @@ def _digest(model: ModelRunner, plan: Plan, say: Say) -> None:
 
 def main(
     shape: Annotated[str, typer.Option(metavar="SHAPE", help=f"Of the model: {', '.join(REAL)}.")] = Plan.shape,
+    experts: Annotated[bool, typer.Option("--experts", help="Only the experts of mixtures, beside torch's.")] = False,
     device: Annotated[Literal["cuda", "cpu"], typer.Option(hidden=True)] = "cuda",
 ) -> int:
     names(shape, SHAPES)
@@ -261,6 +293,10 @@ def main(
     start = perf_counter()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}", flush=True)
-    run(plan, torch.device(device), lambda line: print(line, flush=True))
+    where, say = torch.device(device), partial(print, flush=True)
+    if experts:
+        mixtures(plan, WHOLE, where, say)
+    else:
+        run(plan, where, say)
     print(f"measured in {perf_counter() - start:.0f} s; medians of {plan.repeats}")
     return 0

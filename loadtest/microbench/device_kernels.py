@@ -1,10 +1,10 @@
 """The first hour with a GPU: every kernel of Tandem on it, against what it must equal. Measures nothing.
 
-Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products
-with torch's, and a row's bits alone, among few and among many; digests with numpy; tokens with plain PyTorch; what
-grammars forbid with xgrammar on CPU. A token's bits in attention are compared alone and in a chunk. Then a
-tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent layers against
-transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
+Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products,
+and experts and routers of mixtures, with torch's, and a row's bits alone, among few and among many; digests with numpy;
+tokens with plain PyTorch; what grammars forbid with xgrammar on CPU. A token's bits in attention are compared alone and
+in a chunk. Then a tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent
+layers against transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from engine.runner import recurrences
 from engine.runner.mixers import Mixers
 from engine.runner.model_runner import KvDtype
 from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
-from loadtest.microbench.recurrence import LAYERS, model_of
+from loadtest.microbench.mixture import WHOLE
+from loadtest.microbench.recurrence import LAYERS, REST, model_of
 
 Check = Callable[[], str]  # a line about what was found; "wrong: ..." if it is not right
 NO_CUDA = "error: `loadtest device-kernels` checks a GPU, and torch finds no CUDA device here"
@@ -51,6 +52,7 @@ SHAPES = [  # query heads, KV heads, elements of a head
 ]
 PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
 CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group
+MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -115,6 +117,20 @@ def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
     return _line(None if line.startswith(layers.NAME) else line, "equal within roundings, and a row to itself")
 
 
+def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype) -> str:
+    """Those of a layer of a mixture, of their full size and number, and its router."""
+    from engine.gpu.mixture import adoption  # as above
+
+    model = model_of({**REST, **config, "num_hidden_layers": 1}, dtype, device)
+    for mixture in adoption.found_experts(model):
+        for each in mixture.parameters():
+            nn.init.normal_(each, std=0.05)
+    line = adoption.adopt(model)
+    if line != "1 mixtures, 1 routers":
+        return f"wrong: {line}"
+    return "equal within roundings, and a row to itself"
+
+
 def codes(device: torch.device, format: str, group: int) -> str:
     """Packing reads each weight back, and tries the product. Raises CheckpointRefused."""
     from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
@@ -135,7 +151,9 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
     engine = Engine(
         model, EngineConfig(num_blocks=256, block_size=16, token_budget=64, max_running=8, spare_block=True)
     )
-    chosen = [line for line in lines if line.startswith("attention: ")]
+    chosen = [line for line in lines if line.startswith(("attention: ", "products: "))]
+    if refused := [line for line in chosen if "because Triton's" in line]:
+        return f"wrong: {'; '.join(refused)}"
     if model.mixers:
         chosen.append(_by_operators(model.mixers, device))
     wrong = next((line for line in chosen if line.startswith("wrong")), None)
@@ -163,6 +181,9 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
             yield f"product {n} x {k}, {dtype}", partial(product, device, n, k, dtype)
     for format, group in CODES:
         yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
+    for name, config in WHOLE.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"experts {name}, {dtype}", partial(experts, device, config, dtype)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
     yield "grammars", partial(grammars, device)
     for fact in calls():
@@ -178,6 +199,8 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
         yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)
+        if name in MOES:
+            yield f"family {name}, {torch.bfloat16}", partial(family, device, name, torch.bfloat16)
     yield "family llama, int8 pages", partial(family, device, "llama", torch.bfloat16, "int8")
 
 

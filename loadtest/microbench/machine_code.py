@@ -28,7 +28,16 @@ from loadtest.harness.options import numbers
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
 SUM = r'"tt.reduce"[^\n]*\n(?:\s*\^bb0[^\n]*\n)?\s*%\S+ = arith\.add'
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
-CHANGING = ("rows", "tokens", "apart", "x_sequence", "table_row", "t_part")  # parameters that differ from step to step
+CHANGING = (
+    "rows",
+    "tokens",
+    "pairs",
+    "tiles",
+    "apart",
+    "x_sequence",
+    "table_row",
+    "t_part",
+)  # parameters that differ from step to step
 GROUP = 4  # query heads of a KV head
 SPLIT_KEYS = 4096
 
@@ -50,7 +59,7 @@ ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multipl
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
     *("x", "weight", "bias", "beside", "columns", "ends", "ends_second", "depth", "group", "x_row", "s_col", "w_col"),
-    *("b_row", "o_row", "size"),
+    *("b_row", "o_row", "size", "w_expert", "b_expert", "plan", "chosen"),
 )
 
 
@@ -144,6 +153,38 @@ def product(
     name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
     code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
+
+
+def experts(
+    architecture: int, *, few: bool, dtype: torch.dtype = torch.bfloat16, transposed: bool = False, bias: bool = False
+) -> Code:
+    """The products of a mixture's experts of 1536 x 2048, each with few rows or with many."""
+    from engine.gpu import products
+    from engine.gpu.mixture import kernels, operators
+
+    count, n, k = 128, 1536, 2048
+    tiling = operators.tiling(count * (1 if few else products.FEW + 1), count, n, dtype)
+    launch = tiling.launch
+    options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+    del launch["BAND"]
+    fixed: dict[str, Any] = {"WHOLE": k % tiling.depth == 0, "BIAS": bias, "EXACT": dtype == torch.float32}
+    fixed["w_col" if transposed else "w_depth"] = 1
+    types = dict.fromkeys(("x", "weight", "bias", "out"), NAMES[dtype]) | {"plan": "*i32"}
+    what = f"{', transposed' if transposed else ''}{', float32' if dtype == torch.float32 else ''}"
+    name = f"experts {n} x {k}{what}, {'few rows' if few else 'many'}"
+    code = compiled(name, kernels.experts, launch | fixed, types, architecture, options)
+    return replace(code, products=dtype != torch.float32)
+
+
+def mixture(architecture: int) -> Iterator[Code]:
+    """Which pairs are computed together, and their sums."""
+    from engine.gpu.mixture import kernels, operators
+
+    options = {"num_warps": 4}
+    types = {"chosen": "*i64", "out": "*i32"}
+    yield compiled("plan of pairs", kernels.plan, {"ROWS": 64, "CHUNK": operators.CHUNK}, types, architecture, options)
+    types = dict.fromkeys(("y", "shares", "out"), "*bf16")
+    yield compiled("mix", kernels.mix, {"TILE": operators.TILE, "ROUNDED": True}, types, architecture, options)
 
 
 def norm(architecture: int, size: int) -> Code:
@@ -304,6 +345,12 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                 for format in ("int8", "fp8", "int4"):
                     yield product(architecture, 4096, 4096, few=few, format=format)
             yield norm(architecture, 16384)
+        for few in (True, False):
+            yield experts(architecture, few=few)
+            if variants:
+                yield experts(architecture, few=few, transposed=True, bias=True)
+                yield experts(architecture, few=few, dtype=torch.float32)
+        yield from (replace(code, products=False) for code in mixture(architecture))
         yield norm(architecture, 4096)
         yield from rows(architecture)
         yield digest(architecture)

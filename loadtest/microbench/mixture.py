@@ -32,6 +32,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"head_dim": 64, "num_local_experts": EXPERTS, "num_experts_per_tok": 4, "intermediate_size": 2880},
     },
 }
+# With all of their experts.
+WHOLE = {name: {**config, "num_experts": config.get("num_local_experts", 128)} for name, config in MIXTURES.items()}
 
 
 class Mixture(Steps):

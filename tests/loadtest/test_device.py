@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine import kernels
+from engine.gpu import trial
 from engine.runner import recurrences
 from loadtest.commands import main
 from loadtest.harness.random_checkpoints import HYBRID, make_module
 from loadtest.microbench import device_kernels
-from loadtest.microbench.device import NO_CUDA, Floors
+from loadtest.microbench.device import NO_CUDA, TINY, Floors, mixtures
 from loadtest.microbench.recurrence import REST
 
 CPU = torch.device("cpu")
+MIXTURE = {
+    **{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_experts": 4},
+    **{"num_experts_per_tok": 2},
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -87,6 +94,32 @@ def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture
     assert out.count("0 wrong") == 2
 
 
+def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts and routers. Those that are torch's, because an operator is wrong, are reported."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu.mixture import adoption
+
+    monkeypatch.setattr(adoption, "SOME", (1, 5))
+    right = "equal within roundings, and a row to itself"
+    assert device_kernels.experts(CPU, MIXTURE, torch.float32) == right
+    monkeypatch.setattr(adoption, "compute", lambda module, x, chosen, shares: x * 2)
+    assert device_kernels.experts(CPU, MIXTURE, torch.float32).startswith("wrong: mixtures by torch")
+
+
+def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a token, for a few and for a prompt."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu.mixture import adoption
+
+    monkeypatch.setattr(adoption, "SOME", (1, 5))
+    monkeypatch.setitem(trial.GAP, torch.bfloat16, 0.2)  # the interpreter does not round
+    lines: list[str] = []
+    mixtures(replace(TINY, prompt=4), {"tiny": MIXTURE}, CPU, lines.append)
+    assert lines[1] == "tiny: 1 mixtures, 1 routers"
+    assert [line.partition(" rows")[0] for line in lines[2:]] == [f"experts, {rows}" for rows in (1, 2, 3, 4)]
+    assert all("; torch's " in line for line in lines[2:])
+
+
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
 def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported."""
@@ -114,4 +147,4 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 4
-    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6
+    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * 2

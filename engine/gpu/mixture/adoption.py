@@ -1,0 +1,225 @@
+"""The mixtures of experts of a model that Tandem's own operators serve on CUDA, chosen at load after a trial on the
+device itself: experts, and routers with a weight of their own.
+
+Experts are recognised by the common form of transformers' (engine/kernels/experts.py), a router by what it does: one
+matrix, and a forward that multiplies by it. Their activations, gates and norms stay torch's, element by element or row
+by row. The result must agree with torch's, and a row must have the same bits alone, among few and among many others.
+Where a trial fails, torch's own code serves all experts, or all routers, of the model, and the log says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from engine.gpu import products, trial
+from engine.gpu.mixture import operators as _registered  # noqa: F401
+from engine.gpu.operators import ops
+from engine.kernels import experts, modules
+from engine.kernels.replacement import Compiled
+
+log = logging.getLogger(__name__)
+
+MOST_CHOSEN = 8  # experts of a row in the trial
+SOME = (1, 5, 200)  # row counts of the trial, besides the least with wide tiles
+ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+_SIZES = "_tandem_sizes"  # numbers of a module, which a recording takes for constants
+
+Given = tuple[torch.Tensor, ...]
+
+
+def adopt(model: nn.Module) -> str:
+    """Marks experts and routers for `engine.kernels.modules.switch`; returns a line about them, empty if there are
+    none."""
+    found = list(found_experts(model))
+    parts = [_marked("mixtures", found, Experts, _differs_from_experts)] if found else []
+    if routers := list(found_routers(model)):
+        parts.append(_marked("routers", routers, Router, _differs_from_router))
+    return ", ".join(parts)
+
+
+def _marked(what: str, found: list[nn.Module], replacement: type, differs: Callable[[Any], str | None]) -> str:
+    kinds = {_kind(each): each for each in found}
+    for module in kinds.values():
+        try:
+            problem = differs(module)
+        except ERRORS as error:
+            problem = f"fails: {str(error).strip().partition(chr(10))[0]}"
+        if problem:
+            why = f"Triton's {type(module).__name__} {problem}"
+            log.warning("torch's %s serve, with bits that may follow from a token's batch: %s", what, why)
+            for each in found:
+                each.__dict__.pop(_SIZES, None)
+            return f"{what} by torch, because {why}"
+    for module in found:
+        sizes = kinds[_kind(module)].__dict__[_SIZES]
+        module.__dict__.update({_SIZES: sizes, modules.REPLACEMENT: replacement})
+    return f"{len(found)} {what}"
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """The trial of one module holds for all of its kind."""
+    parameters = (each for each in module._parameters.values() if each is not None)
+    return type(module), *((each.dtype, each.shape) for each in parameters)
+
+
+# ---- experts
+
+
+def found_experts(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        weights = [module._parameters.get(name) for name in experts.names(module)]
+        served = all(each is not None and each.dim() == 3 and each.dtype in trial.GAP for each in weights)
+        if weights and served and not getattr(module, "_is_expert_parallel", False):
+            yield module
+
+
+class Experts(Compiled):
+    """A mixture's experts, whose rows do not depend on each other."""
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != self._parameters["down_proj"].dtype:  # type: ignore[attr-defined]  # the module's own
+            out: torch.Tensor = super().forward(hidden_states, chosen, shares)  # type: ignore[misc]
+            return out
+        return compute(self, hidden_states, chosen, shares)
+
+
+def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """What the module computes, from x `[tokens, k]`, and each token's experts and their shares `[tokens, each]`."""
+    sizes = module.__dict__[_SIZES]
+    plan = ops.experts_plan.default(x, chosen, sizes[0][0])
+
+    def product(rows: torch.Tensor, name: str, numbers: tuple[int, int, int]) -> torch.Tensor:
+        bias = module._parameters[f"{name}_bias"] if module.has_bias else None
+        out: torch.Tensor = ops.experts.default(
+            rows, chosen, plan, module._parameters[name], bias, module.is_transposed, *numbers
+        )
+        return out
+
+    up, down = experts_names(module)
+    y = product(x, up, sizes[0])
+    y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
+    y = product(y, down, sizes[1])
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y)
+    out: torch.Tensor = ops.experts_sum.default(y, shares, x)
+    return out
+
+
+def experts_names(module: Any) -> tuple[str, str]:
+    """Of its parameters, also of a module that is replaced."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+@torch.inference_mode()
+def _differs_from_experts(module: Any) -> str | None:
+    both = experts.weights(module)
+    module.__dict__[_SIZES] = tuple(tuple(each.shape) for each in both)
+    count, each = len(both[0]), min(MOST_CHOSEN, max(1, len(both[0]) // 2))
+    wide = count * products.FEW // each + 1  # rows of which an expert has more than FEW on average
+    generator, device = torch.Generator(both[0].device).manual_seed(0), both[0].device
+    x = torch.randn(max(wide, *SOME), both[0].shape[2], generator=generator, device=device).to(both[0].dtype)
+    liked = torch.rand(len(x), count, generator=generator, device=device)
+    liked[:, 0] += 1  # an expert whom all choose
+    chosen = liked.topk(each).indices
+    shares = torch.rand(chosen.shape, generator=generator, device=device).to(x.dtype)
+    given = (x, chosen, shares)
+    found = compute(module, *given)
+    problem = trial.differs(found, module(*given), by_row=True)
+    return problem or trial.other_bits(lambda *rows: (compute(module, *rows),), given, (found,), (*SOME, wide))
+
+
+# ---- routers
+
+
+class Products(TorchFunctionMode):
+    """Inside, `F.linear` is Tandem's product, of these sizes [n, k] in the order of the calls."""
+
+    def __init__(self, sizes: tuple[tuple[int, int], ...]) -> None:
+        super().__init__()
+        self._next = iter(sizes)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        return self.product(*args, **(kwargs or {}))
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = ops.linear.default(x, weight, bias, *next(self._next))
+        return out
+
+
+class Noted(Products):
+    """Computes by torch, and notes the sizes; with `compared` the problem of Tandem's product, too."""
+
+    def __init__(self, *, compared: bool) -> None:
+        super().__init__(())
+        self.sizes: list[tuple[int, int]] = []
+        self.problem: str | None = None
+        self._compared = compared
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        n, k = weight.shape
+        self.sizes.append((n, k))
+        expected = F.linear(x, weight, bias)
+        if self._compared:
+            self.problem = self.problem or trial.differs(ops.linear.default(x, weight, bias, n, k), expected)
+        return expected
+
+
+class Router(Compiled):
+    """A module whose products of rows do not depend on each other; the rest is its own."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        with Products(self.__dict__[_SIZES]):
+            return super().forward(*given, **named)  # type: ignore[misc]  # the module's own
+
+
+def found_routers(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules with a matrix of their own, which multiply rows by it."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding) or weight is None or module._modules:
+            continue
+        if weight.dim() != 2 or weight.dtype not in trial.GAP or not weight.numel() or not _takes_one(module):
+            continue
+        try:
+            with torch.inference_mode(), Noted(compared=False) as noted:
+                module(weight.detach()[:1])
+        except ERRORS:
+            continue
+        if noted.sizes:
+            yield module
+
+
+def _takes_one(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return len(required) == 1
+
+
+@torch.inference_mode()
+def _differs_from_router(module: Any) -> str | None:
+    weight: torch.Tensor = module.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(max(SOME), weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    with Noted(compared=True) as noted:
+        module(x)
+    if noted.problem:
+        return noted.problem
+    sizes = module.__dict__[_SIZES] = tuple(noted.sizes)
+
+    def ours(rows: torch.Tensor) -> Given:
+        with Products(sizes):
+            out = module(rows)
+        return out if isinstance(out, tuple) else (out,)
+
+    return trial.other_bits(ours, (x,), ours(x), SOME)

@@ -1,0 +1,95 @@
+"""The experts of a mixture on CUDA, with bits that do not depend on the other rows. Not yet run on a GPU: Triton's
+interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_experts.py).
+
+    experts_plan    which pairs of a token and one of its experts are computed together
+    experts         the product of each pair with the weight of its expert
+    experts_sum     the sum of a token's experts, times their shares, in the order in which they were chosen
+
+A pair is the number token * chosen + place. A tile has pairs of one expert, and there are as many tiles as there can be
+for this number of pairs; those without a pair end at once. So the host never waits to hear who was chosen, and a step
+can be captured. Each product is the chain of engine/gpu/products.py, in the same tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.gpu.mixture import kernels
+from engine.gpu.operators import operator
+from engine.gpu.products import Tiling, cdiv, exactly, rows_of
+
+CHUNK = 1024  # pairs that a program of the plan looks at at a time
+TILE = 1024  # columns of a program of the sum
+
+
+def tiling(pairs: int, count: int, n: int, dtype: torch.dtype) -> Tiling:
+    """That of a layer with as many rows as each of `count` experts has on average."""
+    return Tiling.of(cdiv(pairs, count), n, dtype)
+
+
+def tiles(pairs: int, count: int, rows: int) -> int:
+    """How many tiles of so many rows there may be: `kernels.plan` has why."""
+    return pairs // rows + min(pairs, count)
+
+
+@operator("experts_plan(Tensor x, Tensor chosen, int count) -> Tensor")
+def plan(x: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """For products of rows of x's type with `count` experts; `chosen [tokens, each]`."""
+    pairs = chosen.numel()
+    rows = tiling(pairs, count, 1, x.dtype).rows
+    many = tiles(pairs, count, rows)
+    out = torch.empty(pairs + 3 * many, dtype=torch.int32, device=x.device)
+    if pairs:
+        kernels.plan[(count,)](chosen.contiguous(), out, pairs, many, ROWS=rows, CHUNK=CHUNK, num_warps=4)
+    return out
+
+
+@operator(
+    "experts(Tensor x, Tensor chosen, Tensor plan, Tensor weight, Tensor? bias, bool transposed, int count, int n,"
+    " int k) -> Tensor"
+)
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    plan: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+    count: int,
+    n: int,
+    k: int,
+) -> torch.Tensor:
+    """`[pairs, n]`, from x `[tokens, k]` or `[pairs, k]`, and weight `[count, n, k]`, or `[count, k, n]` if
+    transposed."""
+    weight = weight.transpose(1, 2) if transposed else weight
+    assert weight.shape == (count, n, k), f"weights of {tuple(weight.shape)} for {count} of {n} x {k}"
+    if x.dtype != weight.dtype:
+        raise TypeError(f"rows in {x.dtype} and weights in {weight.dtype}")
+    pairs, flat = chosen.numel(), rows_of(x, k)
+    out = x.new_empty(pairs, n)
+    if pairs == 0:
+        return out
+    own = tiling(pairs, count, n, x.dtype)
+    many = tiles(pairs, count, own.rows)
+    launch = own.launch
+    del launch["BAND"]
+    kernels.experts[(many * cdiv(n, own.columns),)](
+        flat, weight, flat if bias is None else bias, plan, out, pairs, many, n, k, pairs // len(flat), flat.stride(0),
+        weight.stride(0), weight.stride(1), weight.stride(2), 0 if bias is None else bias.stride(0),
+        **launch, WHOLE=k % own.depth == 0, BIAS=bias is not None, EXACT=exactly(x.dtype),
+    )  # fmt: skip
+    return out
+
+
+@operator("experts_sum(Tensor y, Tensor shares, Tensor x) -> Tensor")
+def total(y: torch.Tensor, shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`[tokens, n]` in x's type, from y `[pairs, n]` and `shares [tokens, each]`."""
+    tokens, each = shares.shape
+    y, shares = y.contiguous(), shares if shares.stride(1) == 1 else shares.contiguous()
+    out = x.new_empty(tokens, y.shape[1])
+    if out.numel():
+        kernels.mix[(tokens * cdiv(y.shape[1], TILE),)](
+            y, shares, out, each, y.shape[1], shares.stride(0), TILE=TILE, ROUNDED=shares.dtype == y.dtype,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

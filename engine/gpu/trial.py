@@ -1,0 +1,36 @@
+"""What the trials of kernels at load have in common: how far from torch's a result may be, and whether a row's bits
+follow from its company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
+TURN = 7  # shift of a trial's rows, so that each is computed at another position in its tile
+
+
+def differs(found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False) -> str | None:
+    """Whether a result is too far from torch's, in the type of `found`; relative to all of it, or each row to itself,
+    where rows are of very different sizes, as products of products are."""
+    wide = expected.float()
+    size = wide.square().mean(-1, keepdim=True) if by_row else wide.square().mean()
+    gap = ((found.float() - wide).abs() / size.sqrt()).max().item()
+    return None if gap <= GAP[found.dtype] else f"differs from torch's by {gap:.2g}"  # also for NaN
+
+
+def other_bits(
+    compute: Callable[..., Sequence[torch.Tensor]],
+    given: Sequence[torch.Tensor],
+    found: Sequence[torch.Tensor],
+    counts: Iterable[int],
+) -> str | None:
+    """Whether `compute` gives a row of the tensors `given` other results than `found`, among so many rows, or at
+    another position."""
+    for rows in counts:
+        for turn in (0, TURN):
+            again = compute(*(each[:rows].roll(turn, 0) for each in given))
+            if not all(torch.equal(one.roll(-turn, 0), all_[:rows]) for one, all_ in zip(again, found, strict=True)):
+                return f"gives a row other bits among {rows}"
+    return None
