@@ -59,7 +59,7 @@ ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multipl
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
     *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
     *("x", "weight", "bias", "beside", "columns", "ends", "ends_second", "depth", "group", "x_row", "s_col", "w_col"),
-    *("b_row", "o_row", "size", "w_expert", "b_expert", "plan", "chosen"),
+    *("b_row", "o_row", "size", "w_expert", "w_depth", "b_expert", "plan", "chosen"),
 )
 
 
@@ -285,7 +285,7 @@ def compiled(
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     fixed = {(names.index(one),): value for one, value in constants.items()}
     anyhow = {one.name for one in kernel.params if one.do_not_specialize}
-    aligned = [one for one in ALIGNED if one in names and one not in anyhow]
+    aligned = [one for one in ALIGNED if one in names and one not in anyhow and one not in constants]
     attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

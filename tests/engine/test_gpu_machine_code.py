@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[2]
 
 TIGHT = """
 import torch
-from loadtest.microbench.machine_code import attention, product
+from loadtest.microbench.machine_code import attention, experts, product
 for code in (
     product(80, 4096, 4096, few=False),
     product(100, 4096, 4096, few=False, several=True),
+    experts(80, few=False, transposed=True, bias=True),
     attention(89, 512, single=False),
     attention(89, 512, single=False, dtype=torch.float32),
     attention(90, 256, single=True, dtype=torch.float32),
@@ -50,6 +51,8 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 2
     assert done.stdout.count("product 4096 x 4096") == 4  # and of several layers
+    assert done.stdout.count("experts 1536 x 2048") == 2
+    assert done.stdout.count("plan of pairs") == done.stdout.count("mix") == 1
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 1
     assert done.stdout.count("gated") == 2  # gates, and the delta rule
     assert done.stdout.count("digest") == done.stdout.count("sampling") == 1
@@ -57,11 +60,13 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
 
 
 def test_the_tightest_tiles_fit() -> None:
-    """A product on Ampere, several layers' with a bias on Blackwell, the largest heads with least shared memory,
-    float32 without tensor cores, and fp8 pages where the processor has no fp8."""
+    """A product on Ampere, several layers' with a bias on Blackwell, experts as gpt-oss stores them, the largest heads
+    with least shared memory, float32 without tensor cores, and fp8 pages where the processor has no fp8."""
     done = compiling("-c", TIGHT)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["80", "100", "89", "89", "90", "80"], done.stdout
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["80", "100", "80", "89", "89", "90", "80"], (
+        done.stdout
+    )
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,9 @@ def _differs_from_router(module: Any) -> str | None:
     x = torch.randn(max(SOME), weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     with Noted(compared=True) as noted:
         module(x)
-    if noted.problem:
-        return noted.problem
+    problem: str | None = noted.problem
+    if problem:
+        return problem
     sizes = module.__dict__[_SIZES] = tuple(noted.sizes)
 
     def ours(rows: torch.Tensor) -> Given:
