@@ -79,6 +79,7 @@ def attend(
     out,  # PARALLEL: weighted values of each part, float32 [parts, tiles, heads, d]; otherwise [total, heads, d]
     tops,  # PARALLEL: maximum of each part's logits, [parts, tiles, heads]
     sums,  # likewise
+    kept,  # not PARALLEL: weighted values of the parts so far, float32 [total, heads, d]; registers would not hold both
     sinks,
     starts,
     contexts,
@@ -144,6 +145,8 @@ def attend(
         begin_part, end_part = part, part + 1
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, V_PAD], tl.float32)
+    mine = here[:, None] & (v_at < V_DIM)[None, :]
+    kept_at = kept + (token * HEADS * tl.num_programs(1) + head[:, None]) * V_DIM + v_at[None, :]
     for number_of_part in range(begin_part, end_part):
         part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         part_values = tl.zeros([ROWS, V_PAD], tl.float32)
@@ -173,18 +176,30 @@ def attend(
                 weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
             taken = widened(taken, FP8)
             part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
-        top, total, values = merged(top, total, values, part_top, part_total, part_values)
+        values = part_values
+        if PARALLEL:
+            top, total = part_top, part_total
+        elif number_of_part == begin_part:
+            top, total = part_top, part_total
+        else:
+            tl.debug_barrier()
+            earlier = tl.load(kept_at, mask=mine, other=0.0)
+            top, total, values = merged(top, total, earlier, part_top, part_total, part_values)
+        if not PARALLEL:
+            if number_of_part + 1 < end_part:
+                tl.store(kept_at, values, mask=mine)
+                tl.debug_barrier()
     if PARALLEL:
-        place, kept = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
-        tl.store(tops + kept, top, mask=here)
-        tl.store(sums + kept, total, mask=here)
+        place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
+        tl.store(tops + of_part, top, mask=here)
+        tl.store(sums + of_part, total, mask=here)
     else:
         place = token * o_token
         if SINKS:
             top, total, values = with_sinks(top, total, values, sinks, head, here)
         values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + place + head[:, None] * o_head + v_at[None, :]
-    tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
+    tl.store(where, values.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit(do_not_specialize=["t_part"])

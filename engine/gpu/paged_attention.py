@@ -177,7 +177,7 @@ def attend_tiles(
         kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
         launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
         attend[(count, facts.kv_heads, parts)](
-            *tensors, *kept, sink, *context, ones, ones_at, *strides, *places, *numbers,
+            *tensors, *kept, values, sink, *context, ones, ones_at, *strides, *places, *numbers,
             **fixed, **launch, SINKS=False, PARALLEL=True, maxnreg=MOST_REGISTERS if fixed["FP8"] else None,
         )  # fmt: skip
         same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
@@ -186,9 +186,10 @@ def attend_tiles(
             **same, SINKS=facts.sinks, num_warps=4,
         )  # fmt: skip
     if count := len(others):
+        sums_so_far = out.new_empty(out.shape, dtype=torch.float32)
         launch = {"num_warps": tiling.warps, "num_stages": tiling.stages, "ROWS": tiling.rows}
         attend[(count, facts.kv_heads, 1)](
-            *tensors, out, out, out, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
+            *tensors, out, out, out, sums_so_far, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
             **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
         )  # fmt: skip
     return out

@@ -25,6 +25,9 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
+from engine.core.sequence import Sequence
+from engine.engine import Engine
 from engine.gpu import layers
 from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.kv.kv_cache import KvCache
@@ -104,6 +107,7 @@ def run(plan: Plan, device: torch.device, say: Say) -> None:
     if model.cuda_products:
         _products(model.module, plan, device, say)
     _decode(model, plan, floors, bandwidth, say)
+    _engine(model, plan, say)
     _prefill(model, plan, floors, rate, say)
     _digest(model, plan, say)
 
@@ -216,6 +220,34 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
             say(_row(f"decode {count} x {plan.context}, {name}", _seconds(work, plan, model.device), floor))
         if plan.kernels:
             _kernels(work, plan, say)  # of the captured step, or of the plain one if none is
+
+
+def _engine(model: ModelRunner, plan: Plan, say: Say) -> None:
+    """Whole steps: with scheduling, block tables, and tokens that the host has read."""
+    most, steps = max(plan.batches), plan.repeats * 4
+    longest = plan.context + WARM_UP + steps + 2
+    budget = max(plan.prompt, most)
+    blocks = most * -(-longest // plan.block_size) + 1
+    config = EngineConfig(
+        num_blocks=blocks, block_size=plan.block_size, token_budget=budget, max_running=most, spare_block=True
+    )
+    engine = Engine(model, config)
+    engine.capture()
+    for count in plan.batches:
+        for index in range(count):
+            prompt = random.choices(range(model.vocab_size), k=plan.context)
+            engine.add(Sequence(id=f"{count}-{index}", tokens=prompt, prompt_len=plan.context, max_len=longest))
+        while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
+            engine.step()
+        for _ in range(WARM_UP):
+            engine.step()
+        start = perf_counter()
+        for _ in range(steps):
+            engine.step()
+        seconds = (perf_counter() - start) / steps
+        say(f"{f'engine {count} x {plan.context}':<34} {seconds * 1e3:9.3f} ms a step, the mean of {steps}")
+        for name in list(engine.sequences):
+            engine.drop(name)
 
 
 def _greedy_after(forward: Callable[[Batch], torch.Tensor | None], batch: Batch) -> list[int]:
