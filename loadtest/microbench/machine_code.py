@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -34,7 +35,7 @@ SPLIT_KEYS = 4096
 
 POINTERS = {
     **dict.fromkeys(("query", "k_pages", "v_pages", "k_scales", "v_scales", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("tops", "sums"), "*fp32"),
+    **dict.fromkeys(("tops", "sums", "kept"), "*fp32"),
     **dict.fromkeys(("starts", "contexts", "table", "tile_sequence", "tile_query"), "*i32"),
     **dict.fromkeys(("k_block", "v_block"), "i64"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
@@ -93,15 +94,16 @@ def attention(
 
     reach = SlidingWindowSpec(window) if window else FullAttentionSpec()
     facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
-    tiling = paged_attention.Tiling.of(facts, dtype)
     elements, pointer = KEPT[kept]
-    fixed = paged_attention.constants(facts, 16, SPLIT_KEYS, elements, dtype)
-    own = {"ROWS": tiling.rows_of_one if single else tiling.rows, "SINKS": False, "PARALLEL": single}
+    pages = torch.empty(1, 16, 1, 1, dtype=elements or dtype)
+    with mock.patch.object(paged_attention, "is_hopper", return_value=architecture >= 90):
+        tiling = paged_attention.Tiling.of(facts, pages, dtype)
+    fixed = paged_attention.constants(facts, tiling, pages, SPLIT_KEYS, dtype)
+    options = tiling.launch(single=single)
+    own = {"ROWS": options.pop("ROWS"), "SINKS": False, "PARALLEL": single}
     types = POINTERS | dict.fromkeys(("query", "k_pages", "v_pages", "out", "sinks"), NAMES[dtype])
     types |= {"out": "*fp32"} if single else {}
     types |= dict.fromkeys(("k_pages", "v_pages"), pointer) if kept else {}
-    options = {"num_warps": tiling.warps_of_one if single else tiling.warps, "num_stages": tiling.stages}
-    options |= {"maxnreg": paged_attention.MOST_REGISTERS} if single and fixed["FP8"] else {}
     what = [f", {kept} KV" if kept else "", ", window" if window else "", ", float32" if dtype == torch.float32 else ""]
     name = f"attend {head_dim}{''.join(what)}"
     code = compiled(
