@@ -38,7 +38,7 @@ def store_part(out, y, first_row, first_col, row, col, begin, end, here):
 
 @triton.jit(do_not_specialize=["rows"])
 def linear(
-    x,
+    x,  # DESCRIBED: x and weight are descriptors of tensors, which the device's copy engine reads
     weight,  # elements; or codes, as engine/gpu/codes.py has them
     scales,
     zeros,
@@ -71,6 +71,7 @@ def linear(
     BESIDE: tl.constexpr,
     SEVERAL: tl.constexpr,
     EXACT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLS)
@@ -80,8 +81,9 @@ def linear(
     first_row, first_col = tile_row.to(tl.int64) * ROWS, tile_col.to(tl.int64) * COLS
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     there, used = (row < rows - first_row)[:, None], col < columns - first_col
-    x_at = x + first_row * x_row + row[:, None] * x_row
-    w_at = weight + first_col * w_col + col[None, :] * w_col
+    if not DESCRIBED:
+        x_at = x + first_row * x_row + row[:, None] * x_row
+        w_at = weight + first_col * w_col + col[None, :] * w_col
     of_col = first_col * s_col + col * s_col
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):
@@ -96,12 +98,15 @@ def linear(
                 zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
             found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
         else:
-            at = start + tl.arange(0, DEPTH)
-            left, right = there, used[None, :]
-            if not WHOLE:
-                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+            if DESCRIBED:
+                a, b = x.load([tile_row * ROWS, start]), weight.load([tile_col * COLS, start]).T
+            else:
+                at = start + tl.arange(0, DEPTH)
+                left, right = there, used[None, :]
+                if not WHOLE:
+                    left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+                a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+                b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
             if FORMAT == 2:
                 b = e4m3(b)
             if FORMAT == 0 and not EXACT:

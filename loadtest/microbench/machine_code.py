@@ -43,6 +43,7 @@ POINTERS = {
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 KEPT = {"": (None, ""), "int8": (torch.int8, "*i8"), "fp8": (torch.float8_e4m3fn, "*u8")}  # elements of pages
 PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
+ROWS = (1, 64, MANY := 65)  # of a product: each has another tile
 # dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
 DELTAS = ((128, 128, False), (128, 128, True), (64, 128, False), (192, 256, False), (256, 256, True))
 SCANS = ((16, 8192, True), (64, 64, False), (128, 64, False), (128, 80, False), (256, 64, False))
@@ -122,28 +123,32 @@ def product(
     n: int,
     k: int,
     *,
-    few: bool,
+    rows: int,
     dtype: torch.dtype = torch.bfloat16,
     format: str = "",
     several: bool = False,
 ) -> Code:
-    """A layer's product in a step of few rows, or in a larger one, with a residual; or `several` layers' without one.
+    """A layer's product in a step of so many rows, with a residual; or `several` layers' without one.
     `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
     depth = {"": None, "int4": 32}.get(format, 64)
-    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
-    launch = tiling.launch
+    tiling = products.Tiling.of(rows, n, dtype, architecture, depth)
+    launch, described = tiling.launch, architecture >= 90 and rows == MANY and not format and dtype != torch.float32
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": not several}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
     fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": several}
+    fixed |= {"DESCRIBED": described}
     own = NAMES[dtype]
     types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
     types |= {"scales": "*fp32", "zeros": "*u8"}
     types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
+    if described:
+        for name, high in (("x", tiling.rows), ("weight", tiling.columns)):
+            types[name] = f"tensordesc<bf16[{high}, {tiling.depth}]>"
     what = f", {format or 'float32'}" if format or dtype == torch.float32 else ", of several" if several else ""
-    name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
+    name = f"product {n} x {k}{what}, {'many rows' if rows == MANY else f'{rows} rows'}"
     code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
 
@@ -159,7 +164,7 @@ def norm(architecture: int, size: int) -> Code:
     return replace(code, products=False)
 
 
-def rows(architecture: int) -> Iterator[Code]:
+def of_rows(architecture: int) -> Iterator[Code]:
     """Gates, and what is done to heads of 128, at once and by rotary embedding alone."""
     from engine.gpu import product_kernels, products
 
@@ -297,17 +302,17 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                     yield attention(architecture, dim, single=single, dtype=torch.float32)
                     yield attention(architecture, dim, single=single, window=4096)
         for n, k in PRODUCTS if variants else PRODUCTS[:1]:
-            for few in (True, False):
-                yield product(architecture, n, k, few=few)
-                yield product(architecture, n, k, few=few, several=True)
+            for rows in ROWS:
+                yield product(architecture, n, k, rows=rows)
+                yield product(architecture, n, k, rows=rows, several=True)
         if variants:
-            for few in (True, False):
-                yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)
+            for rows in ROWS:
+                yield product(architecture, 4096, 4096, rows=rows, dtype=torch.float32)
                 for format in ("int8", "fp8", "int4"):
-                    yield product(architecture, 4096, 4096, few=few, format=format)
+                    yield product(architecture, 4096, 4096, rows=rows, format=format)
             yield norm(architecture, 16384)
         yield norm(architecture, 4096)
-        yield from rows(architecture)
+        yield from of_rows(architecture)
         yield digest(architecture)
         yield sampling(architecture)
         yield from recurrences(architecture, variants)

@@ -19,8 +19,8 @@ TIGHT = """
 import torch
 from loadtest.microbench.machine_code import attention, product
 for code in (
-    product(80, 4096, 4096, few=False),
-    product(100, 4096, 4096, few=False, several=True),
+    product(80, 4096, 4096, rows=65),
+    product(100, 4096, 4096, rows=65, several=True),
     attention(89, 512, single=False),
     attention(89, 512, single=False, dtype=torch.float32),
     attention(90, 256, single=True, dtype=torch.float32),
@@ -49,7 +49,7 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     done = compiling("-m", "loadtest", "machine-code", "--architectures", "90", "--dims", "128", "--no-variants")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 2
-    assert done.stdout.count("product 4096 x 4096") == 4  # and of several layers
+    assert done.stdout.count("product 4096 x 4096") == 6  # in three tiles, and of several layers
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 1
     assert done.stdout.count("gated") == 2  # gates, and the delta rule
     assert done.stdout.count("digest") == done.stdout.count("sampling") == 1

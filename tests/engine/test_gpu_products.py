@@ -69,7 +69,7 @@ def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
     """Alone, among few and among many, in any place: bit for bit, by narrow tiles and by others."""
     x, weight, bias, beside = operands(40, 200, dtype)
     together = linear(x, weight, bias, beside)
-    assert Tiling.of(1, 40, dtype) != Tiling.of(MANY, 40, dtype)
+    assert Tiling.of(1, 40, dtype, 90) != Tiling.of(MANY, 40, dtype, 90)
     for rows in (slice(5, 6), slice(1, 4), slice(0, products.FEW), slice(1, MANY)):
         assert torch.equal(linear(x[rows], weight, bias, beside[rows]), together[rows]), rows
     assert torch.equal(linear(x.flip(0), weight, bias, beside.flip(0)), together.flip(0))
