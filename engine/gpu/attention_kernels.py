@@ -10,6 +10,7 @@ import triton.language as tl
 
 from engine.gpu.product_kernels import e4m3, product
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 FULL, WINDOW, CHUNK = 0, 1, 2  # values of REACH; `span` is the size in tokens of a window or chunk
 
 
@@ -79,6 +80,7 @@ def attend(
     out,  # PARALLEL: weighted values of each part, float32 [parts, tiles, heads, d]; otherwise [total, heads, d]
     tops,  # PARALLEL: maximum of each part's logits, [parts, tiles, heads]
     sums,  # likewise
+    kept,  # not PARALLEL: weighted values of the parts so far, float32 [tiles, kv_heads, ROWS, V_PAD]
     sinks,
     starts,
     contexts,
@@ -139,52 +141,75 @@ def attend(
     q = tl.load(query + token * q_token + of_head, mask=here[:, None] & (k_at < K_DIM)[None, :], other=0.0)
     first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
     end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
-    begin_part, end_part = low // SPLIT, tl.cdiv(end, SPLIT)
+    # Keys that all rows see need no mask: from `all_first` on, and up to the position of the first row.
+    all_first, all_last = first_visible(end - 1, span, REACH), context - count + first_query
+    begin, stop = low // TILE * TILE, end
     if PARALLEL:
-        begin_part, end_part = part, part + 1
+        begin, stop = tl.maximum(begin, part * SPLIT), tl.minimum(end, part * SPLIT + SPLIT)
+    second_part = (begin // SPLIT + 1) * SPLIT  # where it begins
+    mine = here[:, None] & (v_at < V_DIM)[None, :]
+    program = tile.to(tl.int64) * tl.num_programs(1) + kv_head
+    kept_at = kept + program * ROWS * V_PAD + (row[:, None] * V_PAD + v_at[None, :])
+    factor = scaling * LOG2_E
+    if SOFTCAP:
+        factor = LOG2_E
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    values = tl.zeros([ROWS, V_PAD], tl.float32)
-    for number_of_part in range(begin_part, end_part):
-        part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-        part_values = tl.zeros([ROWS, V_PAD], tl.float32)
-        begin = tl.maximum(number_of_part * SPLIT, low // TILE * TILE)
-        for at in range(begin, tl.minimum(number_of_part * SPLIT + SPLIT, end), TILE):
-            key = at + tl.arange(0, TILE)
-            used = key < end
-            block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
-            slot = key % BLOCK
-            k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
-            keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
-            v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
-            taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
-            logits = product(q, widened(keys, FP8), EXACT)
-            if SCALED:
-                logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
-            logits = logits * scaling
-            if SOFTCAP:
-                logits = bent(logits, softcap)
+    part_top, part_total, part_values = top, total, tl.zeros([ROWS, V_PAD], tl.float32)
+    for at in range(begin, stop, TILE):
+        if not PARALLEL:  # noqa: SIM102 - decided when it is compiled
+            if (at % SPLIT == 0) & (at > begin):  # a part has ended; registers hold the values of one
+                earlier = tl.zeros([ROWS, V_PAD], tl.float32)
+                if at > second_part:
+                    earlier = tl.load(kept_at)
+                top, total, so_far = merged(top, total, earlier, part_top, part_total, part_values)
+                tl.store(kept_at, so_far)
+                tl.debug_barrier()
+                part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+                part_values = tl.zeros([ROWS, V_PAD], tl.float32)
+        key = at + tl.arange(0, TILE)
+        used = key < end
+        block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
+        slot = key % BLOCK
+        k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
+        keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
+        v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
+        taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
+        logits = product(q, widened(keys, FP8), EXACT)
+        if SCALED:
+            logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+        if SOFTCAP:
+            logits = bent(logits * scaling, softcap)
+        if (at < all_first) | (at + TILE - 1 > all_last):
             seen = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
-            logits = tl.where(seen, logits * 1.4426950408889634, float("-inf"))
-            new = tl.maximum(part_top, tl.max(logits, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            weights, before = tl.exp2(logits - safe[:, None]), tl.exp2(part_top - safe)
-            part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
-            if SCALED:
-                weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
-            taken = widened(taken, FP8)
-            part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
-        top, total, values = merged(top, total, values, part_top, part_total, part_values)
+            logits = tl.where(seen, logits, float("-inf"))
+        new = tl.maximum(part_top, tl.max(logits, 1) * factor)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(tl.fma(logits, factor, -safe[:, None]))
+        before = tl.exp2(part_top - safe)
+        part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
+        if SCALED:
+            weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
+        taken = widened(taken, FP8)
+        part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
+    values = part_values
     if PARALLEL:
-        place, kept = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
-        tl.store(tops + kept, top, mask=here)
-        tl.store(sums + kept, total, mask=here)
+        top, total = part_top, part_total
+    else:
+        earlier = tl.zeros([ROWS, V_PAD], tl.float32)
+        if stop > second_part:
+            earlier = tl.load(kept_at)
+        top, total, values = merged(top, total, earlier, part_top, part_total, part_values)
+    if PARALLEL:
+        place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
+        tl.store(tops + of_part, top, mask=here)
+        tl.store(sums + of_part, total, mask=here)
     else:
         place = token * o_token
         if SINKS:
             top, total, values = with_sinks(top, total, values, sinks, head, here)
         values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + place + head[:, None] * o_head + v_at[None, :]
-    tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
+    tl.store(where, values.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit(do_not_specialize=["t_part"])

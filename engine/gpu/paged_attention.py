@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8
 LEAST_SPLIT = 512  # keys of a part
 MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in memory until they are merged
 LARGEST_HEAD = 512
-MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some of fp8's
+MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 
 Tiles = tuple[torch.Tensor, torch.Tensor]  # of each tile: its sequence, and its first query in that; int32
@@ -48,20 +48,46 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(facts: CallFacts, dtype: torch.dtype) -> Tiling:
-        """`dtype`: of the queries. It does not change `rows`."""
-        group, wide = padded_group(facts), dtype == torch.float32
-        large = max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
-        rows = {256: 32, 512: 16}.get(large, 64)  # two sums of rows x large fit in registers
+    def of(facts: CallFacts, pages: torch.Tensor, dtype: torch.dtype) -> Tiling:
+        """`pages`: those of the keys; `dtype`: of the queries. A tile must not spill registers: int8 and fp8 take some
+        while they are widened, as do 64-bit addresses of a tile of keys, and float32 does without tensor cores."""
+        group, wide, large = padded_group(facts), dtype == torch.float32, _largest(facts)
+        quantised, hopper = pages.dtype.itemsize == 1, is_hopper(pages.device)
+        if large > 256 or (large > 64 and wide):
+            keys = 16
+        elif large > 128 or wide or (not hopper and (large > 64 or quantised)):
+            keys = 32
+        else:
+            keys = 64
         return Tiling(
             rows_of_one=max(LEAST_DOT, group),
-            rows=max(rows, group),
-            # 64-bit addresses of a tile of keys take registers, too; float32 does without tensor cores and takes more.
-            keys=16 if large > 256 or (large > 64 and wide) else 32 if large > 64 or wide else 64,
-            warps_of_one=4 if large <= 256 else 8,
+            rows=rows_of(facts, pages),
+            keys=keys,
+            warps_of_one=4 if large <= (128 if wide else 256) else 8,
             warps=8,
-            stages=3 if large <= 128 else 1 if large > 256 and wide else 2,
+            stages=3 if large <= 64 or (large <= 128 and keys == 32) else 1 if large > 256 and wide else 2,
         )
+
+    def launch(self, *, single: bool) -> dict[str, int]:
+        """Of the kernel `attend`, for sequences with a single query or for the others."""
+        rows, warps = (self.rows_of_one, self.warps_of_one) if single else (self.rows, self.warps)
+        return {"ROWS": rows, "num_warps": warps, "num_stages": self.stages, "maxnreg": MOST_REGISTERS}
+
+
+def rows_of(facts: CallFacts, pages: torch.Tensor) -> int:
+    """Of a tile of a sequence with several queries."""
+    small = pages.dtype.itemsize != 2 or not is_hopper(pages.device)
+    rows = {256: 32, 512: 16}.get(_largest(facts), 64 if small else 128)
+    return max(rows, padded_group(facts))
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Or later: its tensor cores read operands from shared memory, which leaves registers for larger tiles."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _largest(facts: CallFacts) -> int:
+    return max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
 
 
 def power_of_two(number: int) -> int:
@@ -97,6 +123,8 @@ class TritonAttention:
             return "latent pages"
         if facts.heads % facts.kv_heads:
             return f"{facts.heads} heads for {facts.kv_heads} KV heads"
+        if facts.scaling <= 0:  # the kernels take the maximum before they scale
+            return f"a scaling of {facts.scaling}"
         if max(facts.k_dim, facts.v_dim) > LARGEST_HEAD:
             return f"heads of {facts.k_dim} and {facts.v_dim} elements"
         return None
@@ -114,7 +142,7 @@ class TritonAttention:
         """As `engine.attention.paged.attend`: `query [total, heads, k_dim]`, pages `[blocks, block_size, kv_heads, d]`
         of any strides with d innermost, `scales [blocks, block_size, kv_heads]` of quantised ones, `sinks [heads]`.
         Returns `[total, heads, v_dim]`."""
-        (ones, ones_at), (others, others_at) = tiles_of(step, queries_of(facts))
+        (ones, ones_at), (others, others_at) = tiles_of(step, queries_of(facts, k_pages))
         reach, span = kind(facts.reach)
         out: torch.Tensor = ops.attend.default(
             query, k_pages, v_pages, *scales, sinks, step.cu_seq_q, step.seqused_k, step.block_table,
@@ -124,7 +152,8 @@ class TritonAttention:
 
     def tiles(self, step: Step, facts: tuple[CallFacts, ...]) -> dict[Any, tuple[Tiles, Tiles]]:
         """Those of a step by their key in its `plans`: what a recording takes besides a step's tensors."""
-        return {(NAME, queries): tiles_of(step, queries) for queries in sorted(set(map(queries_of, facts)))}
+        sizes = {queries_of(fact, step.pages.k[call]) for call, fact in enumerate(facts)}
+        return {(NAME, queries): tiles_of(step, queries) for queries in sorted(sizes)}
 
 
 @operator(
@@ -157,9 +186,9 @@ def attend_tiles(
     spec = own.get(reach) or (SlidingWindowSpec(span) if reach == WINDOW else ChunkedLocalAttentionSpec(span))
     facts = CallFacts(k_pages.shape[2], heads, query.shape[2], v_dim, spec, softcap, sinks is not None, scaling)
     out = query.new_empty(query.shape[0], heads, v_dim)
-    tiling, scales = Tiling.of(facts, query.dtype), (k_scales, v_scales)
+    tiling, scales = Tiling.of(facts, k_pages, query.dtype), (k_scales, v_scales)
     given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
-    fixed = constants(facts, k_pages.shape[1], split_keys, None if k_scales is None else k_pages.dtype, query.dtype)
+    fixed = constants(facts, tiling, k_pages, split_keys, query.dtype)
     tensors = (query, *(pages.view(torch.uint8) if fixed["FP8"] else pages for pages in (k_pages, v_pages)), *given)
     strides = (
         *query.stride()[:2],
@@ -175,10 +204,10 @@ def attend_tiles(
         values = out.new_empty(parts, count, heads, v_dim, dtype=torch.float32)
         tops, sums = (out.new_empty(parts, count, heads, dtype=torch.float32) for _ in range(2))
         kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
-        launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
+        launch = tiling.launch(single=True)
         attend[(count, facts.kv_heads, parts)](
-            *tensors, *kept, sink, *context, ones, ones_at, *strides, *places, *numbers,
-            **fixed, **launch, SINKS=False, PARALLEL=True, maxnreg=MOST_REGISTERS if fixed["FP8"] else None,
+            *tensors, *kept, values, sink, *context, ones, ones_at, *strides, *places, *numbers,
+            **fixed, **launch, SINKS=False, PARALLEL=True,
         )  # fmt: skip
         same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
         merge[(count, heads)](
@@ -186,37 +215,39 @@ def attend_tiles(
             **same, SINKS=facts.sinks, num_warps=4,
         )  # fmt: skip
     if count := len(others):
-        launch = {"num_warps": tiling.warps, "num_stages": tiling.stages, "ROWS": tiling.rows}
+        whole = count * facts.kv_heads * tiling.rows * fixed["V_PAD"]
+        so_far = out.new_empty(whole, dtype=torch.float32)
+        launch = tiling.launch(single=False)
         attend[(count, facts.kv_heads, 1)](
-            *tensors, out, out, out, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
-            **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
+            *tensors, out, out, out, so_far, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0,
+            *numbers, **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
         )  # fmt: skip
     return out
 
 
-def queries_of(facts: CallFacts) -> int:
+def queries_of(facts: CallFacts, pages: torch.Tensor) -> int:
     """Of a tile of a sequence with several."""
-    return Tiling.of(facts, torch.float32).rows // padded_group(facts)
+    return rows_of(facts, pages) // padded_group(facts)
 
 
 def constants(
-    facts: CallFacts, block_size: int, split_keys: int, kept: torch.dtype | None, dtype: torch.dtype
+    facts: CallFacts, tiling: Tiling, pages: torch.Tensor, split_keys: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What the kernel `attend` is compiled for; `kept`: the type of quantised elements, `dtype`: of the queries."""
+    """What the kernel `attend` is compiled for; `pages`: those of the keys, `dtype`: of the queries."""
     return {
         "HEADS": facts.heads // facts.kv_heads,
         "GROUP": padded_group(facts),
-        "BLOCK": block_size,
+        "BLOCK": pages.shape[1],
         "K_DIM": facts.k_dim,
         "K_PAD": padded_dim(facts.k_dim),
         "V_DIM": facts.v_dim,
         "V_PAD": padded_dim(facts.v_dim),
-        "TILE": Tiling.of(facts, dtype).keys,
+        "TILE": tiling.keys,
         "SPLIT": split_keys,
         "REACH": kind(facts.reach)[0],
         "SOFTCAP": facts.softcap is not None,
-        "SCALED": kept is not None,
-        "FP8": kept == torch.float8_e4m3fn,
+        "SCALED": pages.dtype.itemsize == 1,
+        "FP8": pages.dtype == torch.float8_e4m3fn,
         # The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to.
         "EXACT": dtype == torch.float32 or INTERPRETED,
     }
@@ -241,6 +272,8 @@ def tiles_of(step: Step, queries: int) -> tuple[Tiles, Tiles]:
         lens = step.batch.query_lens
         ones = [(index, 0) for index, count in enumerate(lens) if count == 1]
         others = [(index, at) for index, count in enumerate(lens) if count > 1 for at in range(0, count, queries)]
+        last = [context - count for context, count in zip(step.batch.context_lens, lens, strict=True)]
+        others.sort(key=lambda tile: -last[tile[0]] - tile[1])  # the longest first, so that none begins at the end
         step.plans[key] = tuple(
             tuple(step.int_tensor([tile[part] for tile in tiles]) for part in (0, 1)) for tiles in (ones, others)
         )

@@ -36,64 +36,9 @@ def store_part(out, y, first_row, first_col, row, col, begin, end, here):
     tl.store(out + (first_row * width - low) + (row[:, None] * width + col[None, :]), y, mask=inside)
 
 
-@triton.jit
-def chain(
-    x_at,  # [ROWS, 1]: where the rows begin
-    w_at,  # [1, COLS]: where the columns of the weight begin
-    there,  # [ROWS, 1]
-    used,  # [COLS]
-    scales,  # [COLS]: where those of the columns begin
-    zeros,
-    depth,
-    group,
-    w_depth,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """The sums over k of every product here, of layers and of experts: one chain for each element, in one order."""
-    sums = tl.zeros([ROWS, COLS], tl.float32)
-    for start in range(0, depth, DEPTH):
-        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
-            half = tl.arange(0, DEPTH // 2)
-            low, high_half = start + half, start + DEPTH // 2 + half
-            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
-            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
-            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
-            zero = 8
-            if ZEROS:
-                zero = tl.load(zeros + start // group, mask=used, other=0).to(tl.int32)[None, :]
-            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
-        else:
-            at = start + tl.arange(0, DEPTH)
-            left, right = there, used[None, :]
-            if not WHOLE:
-                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
-            if FORMAT == 2:
-                b = e4m3(b)
-            if FORMAT == 0 and not EXACT:
-                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
-            else:
-                found = product(a, b, EXACT)
-        if FORMAT != 0 or EXACT:
-            if GROUPED:
-                found *= tl.load(scales + start // group, mask=used, other=0.0)[None, :]
-            sums += found
-    if FORMAT != 0 and not GROUPED:
-        sums *= tl.load(scales, mask=used, other=0.0)[None, :]
-    return sums
-
-
 @triton.jit(do_not_specialize=["rows"])
 def linear(
-    x,
+    x,  # DESCRIBED: x and weight are descriptors of tensors, which the device's copy engine reads
     weight,  # elements; or codes, as engine/gpu/codes.py has them
     scales,
     zeros,
@@ -126,6 +71,7 @@ def linear(
     BESIDE: tl.constexpr,
     SEVERAL: tl.constexpr,
     EXACT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLS)
@@ -135,13 +81,44 @@ def linear(
     first_row, first_col = tile_row.to(tl.int64) * ROWS, tile_col.to(tl.int64) * COLS
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     there, used = (row < rows - first_row)[:, None], col < columns - first_col
-    x_at = x + first_row * x_row + row[:, None] * x_row
-    w_at = weight + first_col * w_col + col[None, :] * w_col
+    if not DESCRIBED:
+        x_at = x + first_row * x_row + row[:, None] * x_row
+        w_at = weight + first_col * w_col + col[None, :] * w_col
     of_col = first_col * s_col + col * s_col
-    sums = chain(
-        x_at, w_at, there, used, scales + of_col, zeros + of_col, depth, group, w_depth, ROWS, COLS, DEPTH, WHOLE,
-        FORMAT, GROUPED, ZEROS, EXACT,
-    )  # fmt: skip
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
+            half = tl.arange(0, DEPTH // 2)
+            low, high_half = start + half, start + DEPTH // 2 + half
+            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
+            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
+            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
+            zero = 8
+            if ZEROS:
+                zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
+            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
+        else:
+            if DESCRIBED:
+                a, b = x.load([tile_row * ROWS, start]), weight.load([tile_col * COLS, start]).T
+            else:
+                at = start + tl.arange(0, DEPTH)
+                left, right = there, used[None, :]
+                if not WHOLE:
+                    left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+                a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+                b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+            if FORMAT == 2:
+                b = e4m3(b)
+            if FORMAT == 0 and not EXACT:
+                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+            else:
+                found = product(a, b, EXACT)
+        if FORMAT != 0 or EXACT:
+            if GROUPED:
+                found *= tl.load(scales + of_col + start // group, mask=used, other=0.0)[None, :]
+            sums += found
+    if FORMAT != 0 and not GROUPED:
+        sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
     y = sums.to(out.dtype.element_ty)

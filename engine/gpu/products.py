@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.gpu import product_kernels as kernels
 from engine.gpu.operators import operator
@@ -25,6 +26,8 @@ FEW = 64  # maximum rows of a step with narrow tiles
 WIDE = 8192  # columns of a weight above which narrow tiles are twice as wide, with still enough programs
 BAND = 8  # tiles of rows that read the same weights at the same time
 NORM_ELEMENTS = 1024  # of a program, at least
+SHARED = {80: 160 << 10, 89: 96 << 10, 90: 160 << 10, 100: 160 << 10}  # bytes that a thread block's tiles may take
+COPIED = 16  # bytes: alignment of what the copy engine reads
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,18 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(rows: int, n: int, dtype: torch.dtype, depth: int | None = None) -> Tiling:
-        """`depth`: that of a weight of codes."""
+    def of(rows: int, n: int, dtype: torch.dtype, capability: int, depth: int | None = None) -> Tiling:
+        """`capability`: of the device, as 90. `depth`: that of a weight of codes."""
         if dtype == torch.float32:
             return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, depth or 32, 4, 3)
-        if rows <= FEW:
-            return Tiling(64, 64 if n > WIDE else 32, depth or 64, 4, 5)
-        return Tiling(128, 64 if depth else 128, depth or 64, 8, 4)  # a group's sum takes registers, too
+        if rows > FEW:
+            columns = 128 if depth is None else 64  # a group's sum takes registers, too
+            return Tiling(256 if capability == 90 and depth is None else 128, columns, depth or 64, 8, 4)
+        # Of a tile with fewer than 64 rows Blackwell's product is another instruction.
+        tall, columns = 16 if rows <= 16 and capability < 100 else 64, 64 if n > WIDE else 32
+        deep = depth or 128
+        stages = min(6, SHARED.get(capability, SHARED[89]) // ((tall + columns) * deep * dtype.itemsize))
+        return Tiling(tall, columns, deep, 4, stages)
 
     @property
     def launch(self) -> dict[str, int]:
@@ -79,13 +87,14 @@ def linear(
     `beside [..., n]` after rounding. `widths`, two or three numbers whose sum is n, split the outputs into groups: the
     result `[rows * n]` then holds the groups one after the other."""
     n, k = weight.shape[0], x.shape[-1]
-    flat = rows_of(x, k)
+    flat = _rows(x, k)
     out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
     rows = flat.shape[0]
     if rows == 0:
         return out
-    tiling = Tiling.of(rows, n, x.dtype, scaled.depth if scaled else None)
-    added = rows_of(beside, n) if beside is not None else flat
+    capability = capability_of(x.device)
+    tiling = Tiling.of(rows, n, x.dtype, capability, scaled.depth if scaled else None)
+    added = _rows(beside, n) if beside is not None else flat
     given = [each if each is not None else flat for each in (bias, added)]  # absent tensors are not read
     scales, zeros, group, groups = flat, flat, 1, 1
     if scaled is not None:
@@ -93,14 +102,37 @@ def linear(
         zeros = scaled.zeros if scaled.zeros is not None else flat
     first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
     outs = (out, out[rows * first :], out[rows * second :]) if widths else (out, out, out)
+    described = capability >= 90 and rows > FEW and scaled is None and copies(flat) and copies(weight)
+    read = (flat, weight)
+    if described:
+        read = (_descriptor(flat, tiling.rows, tiling.depth), _descriptor(weight, tiling.columns, tiling.depth))
     kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
-        flat, weight, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
+        *read, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
         *weight.stride(), groups, added.stride(0), n,
         **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
         GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
-        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=exactly(x.dtype),
+        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype), DESCRIBED=described,
     )  # fmt: skip
     return out
+
+
+def capability_of(device: torch.device) -> int:
+    """Compute capability times 10; that of Hopper for Triton's interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def copies(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine of Hopper and later devices can read tiles of it, `[rows, k]`."""
+    small = tensor.element_size()
+    aligned = tensor.stride(0) * small % COPIED == 0 and tensor.storage_offset() * small % COPIED == 0
+    return small == 2 and tensor.stride(1) == 1 and aligned
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, depth: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, depth])
 
 
 @operator("linear(Tensor x, Tensor weight, Tensor? bias, int n, int k) -> Tensor")
@@ -121,10 +153,13 @@ def plain(
 def siblings(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], n: list[int], k: int
 ) -> list[torch.Tensor]:
-    """Computes two or three weights as one product if they are contiguous, as `engine.runner.traced_forward` places
+    """Computes up to three weights as one product if they are contiguous, as `engine.runner.traced_forward` places
     them."""
+    if len(n) > 3:  # as a router and a shared expert are
+        parts = (slice(3), slice(3, None))
+        return [out for part in parts for out in siblings(x, weights[part], biases[part], n[part], k)]
     weight, bias = joined(weights), joined(biases)
-    if len(n) > 3 or weight is None or (bias is None and any(each is not None for each in biases)):
+    if len(n) == 1 or weight is None or (bias is None and any(each is not None for each in biases)):
         return [plain(x, *each, k) for each in zip(weights, biases, n, strict=True)]
     return _apart(x, linear(x, weight, bias, widths=n), n)
 
@@ -209,7 +244,7 @@ def siblings_over_codes(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
     """`x [..., n]` over its root mean square, times `weight [n]` + offset; `round_first` rounds before the product."""
     n = weight.numel()
-    flat = rows_of(x, n)
+    flat = _rows(x, n)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size = flat.shape[0], 1 << (n - 1).bit_length()
     if rows:
@@ -297,7 +332,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows, width, apart = 1, gate.numel(), (0, 0)
     if not (gate.is_contiguous() and up.is_contiguous()):
-        gate, up = rows_of(gate, gate.shape[-1]), rows_of(up, gate.shape[-1])
+        gate, up = _rows(gate, gate.shape[-1]), _rows(up, gate.shape[-1])
         (rows, width), apart = gate.shape, (gate.stride(0), up.stride(0))
     if gate.numel():
         kernels.gated[(rows * cdiv(width, NORM_ELEMENTS),)](
@@ -311,11 +346,11 @@ def cdiv(number: int, unit: int) -> int:
     return -(-number // unit)
 
 
-def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
     flat = x.reshape(-1, width)
     return flat if flat.stride(1) == 1 or width == 1 else flat.contiguous()
 
 
-def exactly(dtype: torch.dtype) -> bool:
+def _exact(dtype: torch.dtype) -> bool:
     """The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to."""
     return bool(dtype == torch.float32 or kernels.INTERPRETED)

@@ -25,6 +25,7 @@ from tandem.errors import DeadlineExceeded, Unavailable
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
+TAIL = 300  # lines
 CLIENT_NICE = -10
 
 
@@ -86,7 +87,7 @@ class Process:
         assert self.popen.stdout is not None
         with self.popen.stdout as lines:
             for line in lines:
-                self._tail = [*self._tail[-30:], line]
+                self._tail = [*self._tail[-TAIL:], line]
                 self._lines.put(line)
         self._lines.put(None)
 
@@ -142,6 +143,9 @@ class Local:
         if name not in self._address:
             self._address[name] = self._processes[name].line("ready ")
         return self._address[name]
+
+    def last_words(self, name: str) -> str:
+        return self._processes[name].last_words()
 
     def pid(self, name: str) -> int:
         return self._processes[name].popen.pid

@@ -1,5 +1,4 @@
-"""A GPU's decode steps and prefill, for a model with random weights, as shares of the floors of the same GPU. Not yet
-run on a GPU.
+"""A GPU's decode steps and prefill, for a model with random weights, as shares of the floors of the same GPU.
 
     floor of a decode step   (weights that are read + KV of the batch) / bandwidth of a copy
     floor of a prefill       2 x parameters of the layers x tokens / rate of a matrix product
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,12 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 import typer
+from torch.profiler import ProfilerActivity, profile
 
 from engine.attention.forward_context import Batch
+from engine.core.engine_config import EngineConfig
+from engine.core.sequence import Sequence
+from engine.engine import Engine
 from engine.gpu import layers
 from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.kv.kv_cache import KvCache
@@ -53,8 +57,9 @@ class Plan:
     block_size: int = 16
     copied: int = 4 * 2**30  # bytes
     gemm: int = 8192  # rows, columns and inner
-    blocks: int = 64  # whose digests are taken
+    blocks: int = 512  # whose digests are taken
     repeats: int = 15
+    kernels: int = 0  # to list of each kind of step
 
 
 TINY = Plan("tiny-llama", (1, 2, 3), context=40, prompt=64, copied=2**22, gemm=128, blocks=4, repeats=3)
@@ -104,6 +109,7 @@ def run(plan: Plan, device: torch.device, say: Say) -> None:
     if model.cuda_products:
         _products(model.module, plan, device, say)
     _decode(model, plan, floors, bandwidth, say)
+    _engine(model, plan, say)
     _prefill(model, plan, floors, rate, say)
     _digest(model, plan, say)
 
@@ -240,11 +246,42 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
         if captured is not None:
             sides["captured"] = captured.logits
         for name, forward in sides.items():
-            seconds = _seconds(lambda forward=forward, batch=batch: _greedy(forward(batch)), plan, model.device)  # type: ignore[misc]
-            say(_row(f"decode {count} x {plan.context}, {name}", seconds, floor))
+            work = partial(_greedy_after, forward, batch)
+            say(_row(f"decode {count} x {plan.context}, {name}", _seconds(work, plan, model.device), floor))
+        if plan.kernels:
+            _kernels(work, plan, say)  # of the captured step, or of the plain one if none is
 
 
-def _greedy(logits: torch.Tensor | None) -> list[int]:
+def _engine(model: ModelRunner, plan: Plan, say: Say) -> None:
+    """Whole steps: with scheduling, block tables, and tokens that the host has read."""
+    most, steps = max(plan.batches), plan.repeats * 4
+    longest = plan.context + WARM_UP + steps + 2
+    budget = max(plan.prompt, most)
+    blocks = most * -(-longest // plan.block_size) + 1
+    config = EngineConfig(
+        num_blocks=blocks, block_size=plan.block_size, token_budget=budget, max_running=most, spare_block=True
+    )
+    engine = Engine(model, config)
+    engine.capture()
+    for count in plan.batches:
+        for index in range(count):
+            prompt = random.choices(range(model.vocab_size), k=plan.context)
+            engine.add(Sequence(id=f"{count}-{index}", tokens=prompt, prompt_len=plan.context, max_len=longest))
+        while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
+            engine.step()
+        for _ in range(WARM_UP):
+            engine.step()
+        start = perf_counter()
+        for _ in range(steps):
+            engine.step()
+        seconds = (perf_counter() - start) / steps
+        say(f"{f'engine {count} x {plan.context}':<34} {seconds * 1e3:9.3f} ms a step, the mean of {steps}")
+        for name in list(engine.sequences):
+            engine.drop(name)
+
+
+def _greedy_after(forward: Callable[[Batch], torch.Tensor | None], batch: Batch) -> list[int]:
+    logits = forward(batch)
     assert logits is not None, "a step of single tokens was declined"
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens
@@ -256,8 +293,25 @@ def _prefill(model: ModelRunner, plan: Plan, floors: Floors, rate: float, say: S
     ids = random.choices(range(model.vocab_size), k=plan.prompt)
     lens, table = [plan.prompt], [list(range(blocks))]
     batch = Batch(ids, list(range(plan.prompt)), lens, lens, table, logits_at=[plan.prompt - 1])
-    seconds = _seconds(lambda: _greedy(model.forward(pages, batch)), plan, model.device)
-    say(_row(f"prefill {plan.prompt}", seconds, floors.prefill_s(plan.prompt, rate)))
+    work = partial(_greedy_after, partial(model.forward, pages), batch)
+    say(_row(f"prefill {plan.prompt}", _seconds(work, plan, model.device), floors.prefill_s(plan.prompt, rate)))
+    if plan.kernels:
+        _kernels(work, plan, say)
+
+
+def _kernels(work: Callable[[], object], plan: Plan, say: Say) -> None:
+    """The kernels of one call that take most of the device's time."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        work()
+        torch.cuda.synchronize()
+    taken: dict[str, list[float]] = defaultdict(list)
+    for event in profiled.events() or ():
+        if str(event.device_type).endswith("CUDA"):
+            taken[event.name].append(event.time_range.elapsed_us())
+    of_all = sum(map(sum, taken.values()))
+    say(f"    {of_all / 1e3:.3f} ms of the device in {sum(map(len, taken.values()))} kernels")
+    for name, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[: plan.kernels]:
+        say(f"    {sum(times) / of_all:6.1%}  {len(times):4} x {sum(times) / len(times):9.1f} µs  {name[:60]}")
 
 
 def _digest(model: ModelRunner, plan: Plan, say: Say) -> None:
@@ -283,13 +337,14 @@ def _digest(model: ModelRunner, plan: Plan, say: Say) -> None:
 def main(
     shape: Annotated[str, typer.Option(metavar="SHAPE", help=f"Of the model: {', '.join(REAL)}.")] = Plan.shape,
     experts: Annotated[bool, typer.Option("--experts", help="Only the experts of mixtures, beside torch's.")] = False,
+    kernels: Annotated[int, typer.Option(min=0, help="List as many kernels of each kind of step.")] = 0,
     device: Annotated[Literal["cuda", "cpu"], typer.Option(hidden=True)] = "cuda",
 ) -> int:
     names(shape, SHAPES)
     if device == "cuda" and not torch.cuda.is_available():
         print(NO_CUDA, file=sys.stderr)
         return 1
-    plan = TINY if device == "cpu" else Plan(shape=shape)
+    plan = TINY if device == "cpu" else Plan(shape=shape, kernels=kernels)
     start = perf_counter()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}", flush=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -43,7 +44,7 @@ SPLIT_KEYS = 4096
 
 POINTERS = {
     **dict.fromkeys(("query", "k_pages", "v_pages", "k_scales", "v_scales", "out", "sinks"), "*bf16"),
-    **dict.fromkeys(("tops", "sums"), "*fp32"),
+    **dict.fromkeys(("tops", "sums", "kept"), "*fp32"),
     **dict.fromkeys(("starts", "contexts", "table", "tile_sequence", "tile_query"), "*i32"),
     **dict.fromkeys(("k_block", "v_block"), "i64"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
@@ -51,6 +52,7 @@ POINTERS = {
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 KEPT = {"": (None, ""), "int8": (torch.int8, "*i8"), "fp8": (torch.float8_e4m3fn, "*u8")}  # elements of pages
 PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
+ROWS = (1, 64, MANY := 65)  # of a product: each has another tile
 # dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
 DELTAS = ((128, 128, False), (128, 128, True), (64, 128, False), (192, 256, False), (256, 256, True))
 SCANS = ((16, 8192, True), (64, 64, False), (128, 64, False), (128, 80, False), (256, 64, False))
@@ -102,15 +104,16 @@ def attention(
 
     reach = SlidingWindowSpec(window) if window else FullAttentionSpec()
     facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
-    tiling = paged_attention.Tiling.of(facts, dtype)
     elements, pointer = KEPT[kept]
-    fixed = paged_attention.constants(facts, 16, SPLIT_KEYS, elements, dtype)
-    own = {"ROWS": tiling.rows_of_one if single else tiling.rows, "SINKS": False, "PARALLEL": single}
+    pages = torch.empty(1, 16, 1, 1, dtype=elements or dtype)
+    with mock.patch.object(paged_attention, "is_hopper", return_value=architecture >= 90):
+        tiling = paged_attention.Tiling.of(facts, pages, dtype)
+    fixed = paged_attention.constants(facts, tiling, pages, SPLIT_KEYS, dtype)
+    options = tiling.launch(single=single)
+    own = {"ROWS": options.pop("ROWS"), "SINKS": False, "PARALLEL": single}
     types = POINTERS | dict.fromkeys(("query", "k_pages", "v_pages", "out", "sinks"), NAMES[dtype])
     types |= {"out": "*fp32"} if single else {}
     types |= dict.fromkeys(("k_pages", "v_pages"), pointer) if kept else {}
-    options = {"num_warps": tiling.warps_of_one if single else tiling.warps, "num_stages": tiling.stages}
-    options |= {"maxnreg": paged_attention.MOST_REGISTERS} if single and fixed["FP8"] else {}
     what = [f", {kept} KV" if kept else "", ", window" if window else "", ", float32" if dtype == torch.float32 else ""]
     name = f"attend {head_dim}{''.join(what)}"
     code = compiled(
@@ -129,41 +132,44 @@ def product(
     n: int,
     k: int,
     *,
-    few: bool,
+    rows: int,
     dtype: torch.dtype = torch.bfloat16,
     format: str = "",
     several: bool = False,
 ) -> Code:
-    """A layer's product in a step of few rows, or in a larger one, with a residual; or `several` layers' without one.
+    """A layer's product in a step of so many rows, with a residual; or `several` layers' without one.
     `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
     depth = {"": None, "int4": 32}.get(format, 64)
-    tiling = products.Tiling.of(1 if few else products.FEW + 1, n, dtype, depth)
-    launch = tiling.launch
+    tiling = products.Tiling.of(rows, n, dtype, architecture, depth)
+    launch, described = tiling.launch, architecture >= 90 and rows == MANY and not format and dtype != torch.float32
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": not several}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
     fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": several}
+    fixed |= {"DESCRIBED": described}
     own = NAMES[dtype]
     types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
     types |= {"scales": "*fp32", "zeros": "*u8"}
     types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
+    if described:
+        for name, high in (("x", tiling.rows), ("weight", tiling.columns)):
+            types[name] = f"tensordesc<bf16[{high}, {tiling.depth}]>"
     what = f", {format or 'float32'}" if format or dtype == torch.float32 else ", of several" if several else ""
-    name = f"product {n} x {k}{what}, {'few rows' if few else 'many'}"
+    name = f"product {n} x {k}{what}, {'many rows' if rows == MANY else f'{rows} rows'}"
     code = compiled(name, product_kernels.linear, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
 
 
 def experts(
-    architecture: int, *, few: bool, dtype: torch.dtype = torch.bfloat16, transposed: bool = False, bias: bool = False
+    architecture: int, *, rows: int, dtype: torch.dtype = torch.bfloat16, transposed: bool = False, bias: bool = False
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with few rows or with many."""
-    from engine.gpu import products
+    """The products of a mixture's experts of 1536 x 2048, each with so many rows."""
     from engine.gpu.mixture import kernels, operators
 
     count, n, k = 128, 1536, 2048
-    tiling = operators.tiling(count * (1 if few else products.FEW + 1), count, n, dtype)
+    tiling = operators.tiling(count * rows, count, n, dtype, architecture)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     del launch["BAND"]
@@ -171,7 +177,7 @@ def experts(
     fixed["w_col" if transposed else "w_depth"] = 1
     types = dict.fromkeys(("x", "weight", "bias", "out"), NAMES[dtype]) | {"plan": "*i32"}
     what = f"{', transposed' if transposed else ''}{', float32' if dtype == torch.float32 else ''}"
-    name = f"experts {n} x {k}{what}, {'few rows' if few else 'many'}"
+    name = f"experts {n} x {k}{what}, {'many rows' if rows == MANY else f'{rows} rows'}"
     code = compiled(name, kernels.experts, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
 
@@ -198,7 +204,7 @@ def norm(architecture: int, size: int) -> Code:
     return replace(code, products=False)
 
 
-def rows(architecture: int) -> Iterator[Code]:
+def of_rows(architecture: int) -> Iterator[Code]:
     """Gates, and what is done to heads of 128, at once and by rotary embedding alone."""
     from engine.gpu import product_kernels, products
 
@@ -336,23 +342,23 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                     yield attention(architecture, dim, single=single, dtype=torch.float32)
                     yield attention(architecture, dim, single=single, window=4096)
         for n, k in PRODUCTS if variants else PRODUCTS[:1]:
-            for few in (True, False):
-                yield product(architecture, n, k, few=few)
-                yield product(architecture, n, k, few=few, several=True)
+            for rows in ROWS:
+                yield product(architecture, n, k, rows=rows)
+                yield product(architecture, n, k, rows=rows, several=True)
         if variants:
-            for few in (True, False):
-                yield product(architecture, 4096, 4096, few=few, dtype=torch.float32)
+            for rows in ROWS:
+                yield product(architecture, 4096, 4096, rows=rows, dtype=torch.float32)
                 for format in ("int8", "fp8", "int4"):
-                    yield product(architecture, 4096, 4096, few=few, format=format)
+                    yield product(architecture, 4096, 4096, rows=rows, format=format)
             yield norm(architecture, 16384)
-        for few in (True, False):
-            yield experts(architecture, few=few)
+        for rows in ROWS:
+            yield experts(architecture, rows=rows)
             if variants:
-                yield experts(architecture, few=few, transposed=True, bias=True)
-                yield experts(architecture, few=few, dtype=torch.float32)
+                yield experts(architecture, rows=rows, transposed=True, bias=True)
+                yield experts(architecture, rows=rows, dtype=torch.float32)
         yield from (replace(code, products=False) for code in mixture(architecture))
         yield norm(architecture, 4096)
-        yield from rows(architecture)
+        yield from of_rows(architecture)
         yield digest(architecture)
         yield sampling(architecture)
         yield from recurrences(architecture, variants)

@@ -25,11 +25,13 @@ from loadtest.harness.options import names
 from loadtest.harness.processes import Local
 from loadtest.harness.random_checkpoints import REAL, SHAPES, make_checkpoint
 from tandem.client import Client
+from tandem.errors import TandemError
 from tandem.results import Completion
 
 NO_CUDA = "error: `loadtest device-handoff` checks a GPU, and torch finds no CUDA device here"
 AT_ONCE = 4
 BALANCED_S = 30.0
+TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,14 @@ def run(plan: Plan, device: str, folder: Path) -> int:
                 local.address(name)  # raises with its last words if it has ended
             local.wait_seen("router-0", len(ready))
         print(f"three workers ready after {perf_counter() - start:.0f} s", flush=True)
-        answers = [ask(plan, vocab, local.address("router-0")) for local in (alone, pair)]
+        answers = []
+        for local, workers in ((alone, ("decode-0",)), (pair, ("prefill-0", "decode-0"))):
+            try:
+                answers.append(ask(plan, vocab, local.address("router-0")))
+            except TandemError:
+                for name in ("router-0", *workers):
+                    print(f"---- {name}\n{local.last_words(name)}", flush=True)
+                raise
         with Client(pair.address("router-0")) as client:
             held = unbalanced(client)
             for found in client.diagnose().pairs:
@@ -80,10 +89,10 @@ def ask(plan: Plan, vocab: int, target: str) -> list[Completion]:
         def answer(number: int) -> Completion:
             sampled = number % 2
             options: dict[str, Any] = {"temperature": 1.0, "seed": number} if sampled else {"temperature": 0.0}
-            whole: Completion = client.generate(prompts[number], max_tokens=plan.output, timeout=120.0, **options)
+            whole: Completion = client.generate(prompts[number], max_tokens=plan.output, timeout=TIMEOUT_S, **options)
             return whole
 
-        client.generate(chosen.choices(range(vocab), k=plan.prompt), max_tokens=2, timeout=120.0)
+        client.generate(chosen.choices(range(vocab), k=plan.prompt), max_tokens=2, timeout=TIMEOUT_S)
         start = perf_counter()
         answers = list(threads.map(answer, range(plan.requests)))
         print(f"{plan.requests} prompts of {plan.prompt} tokens in {perf_counter() - start:.1f} s", flush=True)

@@ -99,7 +99,7 @@ def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
     """Alone, among few and among many, in any place: bit for bit, by narrow tiles and by others."""
     x, chosen, weight, bias = operands(MANY, dtype)
     together = multiply(x, chosen, weight, bias).view(MANY, EACH, N)
-    assert operators.tiling(EACH, EXPERTS, N, dtype) != operators.tiling(MANY * EACH, EXPERTS, N, dtype)
+    assert len({operators.tiling(pairs, EXPERTS, N, dtype, 90) for pairs in (1, MANY * EACH)}) == 2
     for rows in (slice(5, 6), slice(1, 4), slice(1, MANY)):
         assert torch.equal(multiply(x[rows], chosen[rows], weight, bias).view(-1, EACH, N), together[rows]), rows
     assert torch.equal(multiply(x.flip(0), chosen.flip(0), weight, bias).view(-1, EACH, N), together.flip(0))
@@ -202,8 +202,8 @@ def test_control_what_is_wrong_does_not_serve(
         def __getitem__(self, grid: Any) -> Any:
             raise RuntimeError("no such device\nAdvice.")
 
-    def other_order(pairs: int, count: int, n: int, dtype: torch.dtype) -> Tiling:
-        return replace(tiling(pairs, count, n, dtype), depth=16 if pairs < 30 else 32)
+    def other_order(pairs: int, *more: Any) -> Tiling:
+        return replace(tiling(pairs, *more), depth=16 if pairs < 30 else 32)
 
     if what == "another expert's":
 

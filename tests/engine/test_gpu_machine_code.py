@@ -19,9 +19,9 @@ TIGHT = """
 import torch
 from loadtest.microbench.machine_code import attention, experts, product
 for code in (
-    product(80, 4096, 4096, few=False),
-    product(100, 4096, 4096, few=False, several=True),
-    experts(80, few=False, transposed=True, bias=True),
+    product(80, 4096, 4096, rows=65),
+    product(100, 4096, 4096, rows=65, several=True),
+    experts(80, rows=65, transposed=True, bias=True),
     attention(89, 512, single=False),
     attention(89, 512, single=False, dtype=torch.float32),
     attention(90, 256, single=True, dtype=torch.float32),
@@ -50,8 +50,8 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     done = compiling("-m", "loadtest", "machine-code", "--architectures", "90", "--dims", "128", "--no-variants")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 2
-    assert done.stdout.count("product 4096 x 4096") == 4  # and of several layers
-    assert done.stdout.count("experts 1536 x 2048") == 2
+    assert done.stdout.count("product 4096 x 4096") == 6  # in three tiles, and of several layers
+    assert done.stdout.count("experts 1536 x 2048") == 3
     assert done.stdout.count("plan of pairs") == done.stdout.count("mix") == 1
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 1
     assert done.stdout.count("gated") == 2  # gates, and the delta rule

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,29 @@ def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
     """Alone, among few and among many, in any place: bit for bit, by narrow tiles and by others."""
     x, weight, bias, beside = operands(40, 200, dtype)
     together = linear(x, weight, bias, beside)
-    assert Tiling.of(1, 40, dtype) != Tiling.of(MANY, 40, dtype)
+    assert Tiling.of(1, 40, dtype, 90) != Tiling.of(MANY, 40, dtype, 90)
     for rows in (slice(5, 6), slice(1, 4), slice(0, products.FEW), slice(1, MANY)):
         assert torch.equal(linear(x[rows], weight, bias, beside[rows]), together[rows]), rows
     assert torch.equal(linear(x.flip(0), weight, bias, beside.flip(0)), together.flip(0))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+def test_layers_of_the_same_rows_are_few_products(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to three of those that lie one after another in memory are one, with the same bits."""
+    x, weight, bias, _ = operands(70, 50)
+    widths = [10 + at for at in range(count)]
+    weights, biases = (list(torch.split(each[: sum(widths)], widths)) for each in (weight, bias))
+    apart = [linear(x, *each) for each in zip(weights, biases, strict=True)]
+    launched: list[int] = []
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        launched.append(len(weight))
+        return linear(x, weight, *given, **named)
+
+    monkeypatch.setattr(products, "linear", noted)
+    found = products.siblings(x, weights, biases, widths, 50)
+    assert all(torch.equal(*pair) for pair in zip(found, apart, strict=True))
+    assert launched == [sum(part) for part in (widths[:3], widths[3:]) if part]
 
 
 def test_control_with_sums_that_follow_from_the_step_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ from engine.kernels.replacement import Compiled
 log = logging.getLogger(__name__)
 
 MOST_CHOSEN = 8  # experts of a row in the trial
-SOME = (1, 5, 200)  # row counts of the trial, besides the least with wide tiles
+SOME = (1, 5, 200)  # row counts of the trial; that of experts has those with the next kinds of tiles, too
+MEANS = (16, products.FEW)  # rows of an expert, above which it has larger tiles
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 _SIZES = "_tandem_sizes"  # numbers of a module, which a recording takes for constants
 
@@ -124,9 +125,9 @@ def _differs_from_experts(module: Any) -> str | None:
     both = experts.weights(module)
     module.__dict__[_SIZES] = tuple(tuple(each.shape) for each in both)
     count, each = len(both[0]), min(MOST_CHOSEN, max(1, len(both[0]) // 2))
-    wide = count * products.FEW // each + 1  # rows of which an expert has more than FEW on average
+    larger = [count * mean // each + 1 for mean in MEANS]
     generator, device = torch.Generator(both[0].device).manual_seed(0), both[0].device
-    x = torch.randn(max(wide, *SOME), both[0].shape[2], generator=generator, device=device).to(both[0].dtype)
+    x = torch.randn(max(*larger, *SOME), both[0].shape[2], generator=generator, device=device).to(both[0].dtype)
     liked = torch.rand(len(x), count, generator=generator, device=device)
     liked[:, 0] += 1  # an expert whom all choose
     chosen = liked.topk(each).indices
@@ -134,7 +135,7 @@ def _differs_from_experts(module: Any) -> str | None:
     given = (x, chosen, shares)
     found = compute(module, *given)
     problem = trial.differs(found, module(*given), by_row=True)
-    return problem or trial.other_bits(lambda *rows: (compute(module, *rows),), given, (found,), (*SOME, wide))
+    return problem or trial.other_bits(lambda *rows: (compute(module, *rows),), given, (found,), (*SOME, *larger))
 
 
 # ---- routers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.product_kernels import chain
+from engine.gpu.product_kernels import product
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -86,10 +86,18 @@ def experts(
     pair = tl.load(plan + begin + row, mask=there, other=0)
     x_at = x + (pair // each).to(tl.int64)[:, None] * x_row
     w_at = weight + expert * w_expert + first_col * w_col + col[None, :] * w_col
-    sums = chain(
-        x_at, w_at, there[:, None], used, weight, weight, depth, 1, w_depth, ROWS, COLS, DEPTH, WHOLE, 0, False, False,
-        EXACT,
-    )  # fmt: skip
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, depth, DEPTH):  # as product_kernels.linear adds
+        at = start + tl.arange(0, DEPTH)
+        left, right = there[:, None], used[None, :]
+        if not WHOLE:
+            left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+        a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+        b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
+        if EXACT:
+            sums += product(a, b, EXACT)
+        else:
+            sums = tl.dot(a, b, sums)
     if BIAS:
         sums += tl.load(bias + expert * b_expert + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
     o_at = out + pair.to(tl.int64)[:, None] * columns + first_col + col[None, :]

@@ -7,24 +7,30 @@ interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_ex
 
 A pair is the number token * chosen + place. A tile has pairs of one expert, and there are as many tiles as there can be
 for this number of pairs; those without a pair end at once. So the host never waits to hear who was chosen, and a step
-can be captured. Each product is the chain of engine/gpu/products.py, in the same tiles.
+can be captured. Each product is the chain of engine/gpu/products.py, in such tiles.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from engine.gpu.mixture import kernels
 from engine.gpu.operators import operator
-from engine.gpu.products import Tiling, cdiv, exactly, rows_of
+from engine.gpu.product_kernels import INTERPRETED
+from engine.gpu.products import Tiling, capability_of, cdiv
 
 CHUNK = 1024  # pairs that a program of the plan looks at at a time
+TALL = 128  # pairs of a tile, at most
 TILE = 1024  # columns of a program of the sum
 
 
-def tiling(pairs: int, count: int, n: int, dtype: torch.dtype) -> Tiling:
-    """That of a layer with as many rows as each of `count` experts has on average."""
-    return Tiling.of(cdiv(pairs, count), n, dtype)
+def tiling(pairs: int, count: int, n: int, dtype: torch.dtype, capability: int) -> Tiling:
+    """That of a layer with as many rows as each of `count` experts has on average, up to the largest tile whose rows,
+    which are gathered, take no register too many."""
+    own = Tiling.of(cdiv(pairs, count), n, dtype, capability)
+    return replace(own, rows=min(own.rows, TALL))
 
 
 def tiles(pairs: int, count: int, rows: int) -> int:
@@ -36,7 +42,7 @@ def tiles(pairs: int, count: int, rows: int) -> int:
 def plan(x: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
     """For products of rows of x's type with `count` experts; `chosen [tokens, each]`."""
     pairs = chosen.numel()
-    rows = tiling(pairs, count, 1, x.dtype).rows
+    rows = tiling(pairs, count, 1, x.dtype, capability_of(x.device)).rows
     many = tiles(pairs, count, rows)
     out = torch.empty(pairs + 3 * many, dtype=torch.int32, device=x.device)
     if pairs:
@@ -65,18 +71,18 @@ def experts(
     assert weight.shape == (count, n, k), f"weights of {tuple(weight.shape)} for {count} of {n} x {k}"
     if x.dtype != weight.dtype:
         raise TypeError(f"rows in {x.dtype} and weights in {weight.dtype}")
-    pairs, flat = chosen.numel(), rows_of(x, k)
+    pairs, flat = chosen.numel(), x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(pairs, n)
     if pairs == 0:
         return out
-    own = tiling(pairs, count, n, x.dtype)
+    own = tiling(pairs, count, n, x.dtype, capability_of(x.device))
     many = tiles(pairs, count, own.rows)
     launch = own.launch
     del launch["BAND"]
     kernels.experts[(many * cdiv(n, own.columns),)](
         flat, weight, flat if bias is None else bias, plan, out, pairs, many, n, k, pairs // len(flat), flat.stride(0),
         weight.stride(0), weight.stride(1), weight.stride(2), 0 if bias is None else bias.stride(0),
-        **launch, WHOLE=k % own.depth == 0, BIAS=bias is not None, EXACT=exactly(x.dtype),
+        **launch, WHOLE=k % own.depth == 0, BIAS=bias is not None, EXACT=x.dtype == torch.float32 or INTERPRETED,
     )  # fmt: skip
     return out
 
