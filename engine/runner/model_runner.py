@@ -110,6 +110,11 @@ class ModelRunner:
         return self.weight_bytes - (idle + (0 if head is table else table.nbytes)) * self.size
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether a token chooses experts: a rounding may make it choose others."""
+        return getattr(self.config.get_text_config(), "num_experts_per_tok", None) is not None
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return self.group.size if self.group else 1

@@ -13,6 +13,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ BLOCK_SIZE = 4
 # On CUDA, in standard deviations of the logits: above the effect of roundings, below that of a missing operation (1 and
 # more).
 GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
+# Of a batch of a mixture in 16 bits. With another rounding of every 20th norm and activation, 3 to 11 of 100 rows of
+# tiny mixtures were beyond GAPS.
+TRIES = 4
 CHECKS = str(Path(torch.nn.__file__).parent)  # argument checks of torch's own layers, which examine only sizes
 Replay = Callable[..., torch.Tensor]
 
@@ -153,7 +157,19 @@ def record(model: ModelRunner) -> RecordedForward:
 def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batches: list[Batch]) -> str | None:
     """The batch for which the replay differs from the modules; None if there is none."""
     for batch in batches:
-        step = model.step(pages, batch)
+        if not _agrees(recorded, model, pages, batch):
+            return f"{batch.query_lens} new tokens"
+    return None
+
+
+def _agrees(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batch: Batch) -> bool:
+    """Whether each row does, with the batch's tokens or, where a rounding may choose other experts, with others."""
+    tries = TRIES if model.dtype != torch.float32 and model.is_mixture and model.kernels == REFERENCE else 1
+    agreed: torch.Tensor | None = None  # each row, once
+    for number in range(tries):
+        rng = random.Random(number)
+        tokens = [rng.randrange(model.vocab_size) for _ in batch.token_ids] if number else batch.token_ids
+        step = model.step(pages, replace(batch, token_ids=tokens))
         wanted = step.tensor(batch.logits_at)
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
@@ -163,13 +179,13 @@ def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batc
         with torch.inference_mode(), model.exact():
             logits = recorded(step, wanted)
         if model.kernels != REFERENCE:
-            same = torch.equal(logits, expected) and torch.equal(pages.buffer, written)
-        else:
-            gap = (logits.float() - expected.float()).abs().amax(-1) / expected.float().std(-1)
-            same = bool((gap <= GAPS[model.dtype]).all())  # false for NaN
-        if not same:
-            return f"{batch.query_lens} new tokens"
-    return None
+            return torch.equal(logits, expected) and torch.equal(pages.buffer, written)
+        gap = (logits.float() - expected.float()).abs().amax(-1) / expected.float().std(-1)
+        close = gap <= GAPS[model.dtype]  # false for NaN
+        agreed = close if agreed is None else agreed | close
+        if agreed.all():
+            return True
+    return False
 
 
 def run(replay: Replay, step: Step, wanted: torch.Tensor) -> torch.Tensor:

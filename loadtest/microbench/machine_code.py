@@ -190,6 +190,9 @@ def mixture(architecture: int) -> Iterator[Code]:
     types = {"chosen": "*i64", "out": "*i32"}
     yield compiled("plan of pairs", kernels.plan, {"ROWS": 64, "CHUNK": operators.CHUNK}, types, architecture, options)
     types = dict.fromkeys(("y", "shares", "out"), "*bf16")
+    gate = {"INTERLEAVED": True, "TILE": operators.TILE}
+    numbers = {"both": "*bf16", "out": "*bf16", "limit": "fp32", "alpha": "fp32"}
+    yield compiled("clamped gate", kernels.clamped_gate, gate, numbers, architecture, options)
     yield compiled("mix", kernels.mix, {"TILE": operators.TILE, "ROUNDED": True}, types, architecture, options)
 
 

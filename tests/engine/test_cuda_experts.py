@@ -22,14 +22,17 @@ def test_a_mixture_never_waits_for_the_device(
     family: str, pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers and experts, for a token and for many; all their kernels are launched."""
-    launches = {name: Launch() for name in ("plan", "experts", "mix")}
+    launches = {name: Launch() for name in ("plan", "experts", "clamped_gate", "mix")}
     for name, launch in launches.items():
         monkeypatch.setattr(operators.kernels, name, launch)
     module = make_module(f"tiny-{family}", torch.bfloat16, GPU)
     mixtures, routers = list(adoption.found_experts(module)), list(adoption.found_routers(module))
+    gated = len(mixtures) * (family == "gpt-oss")
     for mixture in mixtures:  # as `adoption.adopt`, whose trial needs numbers
         sizes = tuple(tuple(each.shape) for each in experts.weights(mixture))
         mixture.__dict__.update({adoption._SIZES: sizes, modules.REPLACEMENT: adoption.Experts})
+        if gated:
+            mixture.__dict__[adoption._GATE] = (7.0, 1.702, True)
     for router in routers:
         router.__dict__.update({adoption._SIZES: (tuple(router.weight.shape),), modules.REPLACEMENT: adoption.Router})  # type: ignore[arg-type, union-attr]
     modules.switch(module, True)
@@ -45,6 +48,7 @@ def test_a_mixture_never_waits_for_the_device(
     assert {name: launch.launched for name, launch in launches.items()} == {
         "plan": 2 * len(mixtures),
         "experts": 4 * len(mixtures),
+        "clamped_gate": 2 * gated,
         "mix": 2 * len(mixtures),
     }
     assert pretended["linear"].launched == 2 * len(routers)

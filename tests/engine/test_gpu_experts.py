@@ -34,7 +34,6 @@ CPU = torch.device("cpu")
 FAMILIES = ["mixtral", "gpt-oss", "qwen2-moe", "nemotron-h", "deepseek-v3"]
 EXPERTS, EACH, N, K = 5, 2, 70, 50
 MIXTURE = ["linear", "aten.softmax.int", "aten.topk.default", "plan", "experts", "experts"]  # kernels before the sum
-GPT_OSS = [f"aten.{name}" for name in (*["clamp.default"] * 2, *["mul.Tensor"] * 3, "sigmoid.default", "add.Tensor")]
 MANY = products.FEW * EXPERTS // EACH + 1  # tokens whose experts have wide tiles
 
 
@@ -151,6 +150,35 @@ def test_gate_and_up_may_be_columns_of_one_product(act: str) -> None:
     assert torch.equal(products.gated(gate, up, act), products.gated(gate.contiguous(), up.contiguous(), act))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_gpt_oss_gate_rounds_as_torch_does(interleaved: bool, dtype: torch.dtype) -> None:
+    """Also what is not a number."""
+    both = (torch.randn(5, 2100, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
+    both[3, 7:9] = torch.nan
+    found = ops.clamped_gate(both, 7.0, 1.702, interleaved)
+    gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    assert found.dtype == dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 2**-9, atol=1e-6, equal_nan=True)
+    assert (found != expected)[~found.isnan()].float().mean() < (1 if dtype == torch.float32 else 0.01)
+    assert ops.clamped_gate(both[:0], 7.0, 1.702, interleaved).shape == (0, 1050)
+
+
+def test_a_gate_is_recognised_by_its_results() -> None:
+    """gpt-oss's, with its numbers; control: the same module with another gate, and others' gates, keep their own."""
+    module: Any = next(adoption.found_experts(random_model("gpt-oss")))
+    assert adoption.gate_of(module) == (module.limit, module.alpha, True)
+    module.limit, module.alpha = 3.0, 1.5
+    assert adoption.gate_of(module) == (3.0, 1.5, True)
+    gate = module._apply_gate
+    module._apply_gate = lambda both: gate(both).clamp(min=-1)
+    assert adoption.gate_of(module) is None
+    assert not [each for each in adoption.found_experts(random_model("mixtral")) if adoption.gate_of(each)]
+
+
 def random_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = make_module(f"tiny-{family}", dtype, CPU).eval()
@@ -234,7 +262,7 @@ def test_control_what_is_wrong_does_not_serve(
     assert sum(served) == 4  # of the other kind
 
 
-@pytest.mark.parametrize(("family", "gate"), [("qwen3-moe", ["gated"]), ("gpt-oss", GPT_OSS)])
+@pytest.mark.parametrize(("family", "gate"), [("qwen3-moe", ["gated"]), ("gpt-oss", ["clamped_gate"])])
 def test_a_mixture_is_recorded(family: str, gate: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recording serves and computes what the modules do, a row has its bits in any step, and a decode step is
     captured: nothing in it asks who was chosen."""
@@ -254,7 +282,7 @@ def test_a_mixture_is_recorded(family: str, gate: list[str], tmp_path: Path, mon
     single = Batch([3, 4], [20, 5], [1, 1], [21, 6], [[4, 1], [0]], [0, 1])
     before = pages.buffer.clone()
     with monkeypatch.context() as patch, Kernels(patch) as seen:
-        for name in ("plan", "experts", "mix"):
+        for name in ("plan", "experts", "clamped_gate", "mix"):
             kernel = getattr(operators.kernels, name)
             patch.setattr(operators.kernels, name, Noted(name, kernel, seen.seen))
         recorded = model.forward(pages, single)

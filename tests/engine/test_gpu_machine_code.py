@@ -52,7 +52,7 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     assert done.stdout.count("attend 128") == 2
     assert done.stdout.count("product 4096 x 4096") == 6  # in three tiles, and of several layers
     assert done.stdout.count("experts 1536 x 2048") == 3
-    assert done.stdout.count("plan of pairs") == done.stdout.count("mix") == 1
+    assert done.stdout.count("plan of pairs") == done.stdout.count("clamped gate") == done.stdout.count("mix") == 1
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 1
     assert done.stdout.count("gated") == 2  # gates, and the delta rule
     assert done.stdout.count("digest") == done.stdout.count("sampling") == 1

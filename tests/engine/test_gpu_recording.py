@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +147,42 @@ def test_a_fusion_that_computes_otherwise_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert traced_forward.install(model) == "recorded"
     assert "the fused recording cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mixture", "dtype", "wrong_calls", "serves"),
+    [
+        (True, torch.bfloat16, {0: [1], 1: [0]}, True),
+        (True, torch.bfloat16, {number: [1] for number in range(traced_forward.TRIES)}, False),
+        (False, torch.bfloat16, {0: [1]}, False),
+        (True, torch.float32, {0: [1]}, False),
+    ],
+    ids=["now and then", "control: always", "control: without experts", "control: without roundings"],
+)
+def test_a_rounding_may_choose_other_experts(
+    mixture: bool, dtype: torch.dtype, wrong_calls: dict[int, list[int]], serves: bool
+) -> None:
+    """A row of a mixture in 16 bits must agree for one of a few choices of tokens; every other row always."""
+    expected = torch.randn(2, 40)
+    calls: list[list[int]] = []
+    pages: Any = SimpleNamespace(buffer=torch.zeros(1))
+    batch = Batch([3, 4], [20, 5], [1, 1], [21, 6], [[4, 1], [0]], [0, 1])
+    model: Any = SimpleNamespace(
+        dtype=dtype, is_mixture=mixture, kernels="reference", vocab_size=40, exact=nullcontext,
+        step=lambda pages, batch: SimpleNamespace(tensor=torch.tensor, tokens=batch.token_ids),
+        by_modules=lambda step, wanted: expected,
+    )  # fmt: skip
+
+    def recorded(step: Any, wanted: torch.Tensor) -> torch.Tensor:
+        logits = expected.clone()
+        logits[wrong_calls.get(len(calls), [])] += 9
+        calls.append(step.tokens)
+        return logits
+
+    found = traced_forward._differs(recorded, model, pages, [batch])
+    assert found == (None if serves else "[1, 1] new tokens")
+    assert calls[0] == batch.token_ids
+    assert len(set(map(tuple, calls))) == len(calls)
 
 
 def test_what_cannot_be_recorded_says_why(checkpoint: Callable[[str], Path]) -> None:

@@ -3,8 +3,9 @@ device itself: experts, and routers with a weight of their own.
 
 Experts are recognised by the common form of transformers' (engine/kernels/experts.py), a router by what it does: one
 matrix, and a forward that multiplies by it. Their activations, gates and norms stay torch's, element by element or row
-by row. The result must agree with torch's, and a row must have the same bits alone, among few and among many others.
-Where a trial fails, torch's own code serves all experts, or all routers, of the model, and the log says so.
+by row, except gpt-oss's gate, which is recognised by its results. The result must agree with torch's, and a row must
+have the same bits alone, among few and among many others. Where a trial fails, torch's own code serves all experts, or
+all routers, of the model, and the log says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,10 +30,12 @@ from engine.kernels.replacement import Compiled
 
 log = logging.getLogger(__name__)
 
+ROWS_OF_GATE = 16  # of the trial of a gate
 MOST_CHOSEN = 8  # experts of a row in the trial
 SOME = (1, 5, 200)  # row counts of the trial; that of experts has those with the next kinds of tiles, too
 MEANS = (16, products.FEW)  # rows of an expert, above which it has larger tiles
 ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+_GATE = "_tandem_gate"  # (limit, alpha, interleaved) of experts that are gated as gpt-oss's
 _SIZES = "_tandem_sizes"  # numbers of a module, which a recording takes for constants
 
 Given = tuple[torch.Tensor, ...]
@@ -41,6 +45,9 @@ def adopt(model: nn.Module) -> str:
     """Marks experts and routers for `engine.kernels.modules.switch`; returns a line about them, empty if there are
     none."""
     found = list(found_experts(model))
+    for module in found:
+        if (gate := gate_of(module)) is not None:
+            module.__dict__[_GATE] = gate
     parts = [_marked("mixtures", found, Experts, _differs_from_experts)] if found else []
     if routers := list(found_routers(model)):
         parts.append(_marked("routers", routers, Router, _differs_from_router))
@@ -98,7 +105,7 @@ def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Te
     sizes = module.__dict__[_SIZES]
     plan = ops.experts_plan.default(x, chosen, sizes[0][0])
 
-    def product(rows: torch.Tensor, name: str, numbers: tuple[int, int, int]) -> torch.Tensor:
+    def multiplied(rows: torch.Tensor, name: str, numbers: tuple[int, int, int]) -> torch.Tensor:
         bias = module._parameters[f"{name}_bias"] if module.has_bias else None
         out: torch.Tensor = ops.experts.default(
             rows, chosen, plan, module._parameters[name], bias, module.is_transposed, *numbers
@@ -106,13 +113,46 @@ def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Te
         return out
 
     up, down = experts_names(module)
-    y = product(x, up, sizes[0])
-    y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = product(y, down, sizes[1])
+    y = multiplied(x, up, sizes[0])
+    if (gate := module.__dict__.get(_GATE)) is not None:
+        y = ops.clamped_gate.default(y, *gate)
+    else:
+        y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
+    y = multiplied(y, down, sizes[1])
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y)
     out: torch.Tensor = ops.experts_sum.default(y, shares, x)
     return out
+
+
+@torch.inference_mode()
+def gate_of(module: Any) -> tuple[float, float, bool] | None:
+    """The numbers with which `clamped_gate` equals the module's gate; None if there are none. They are among the
+    module's own. Rows of several sizes are tried: beyond a limit, and within it."""
+    numbers = {value for value in vars(module).values() if type(value) is float}
+    if not module.has_gate or not numbers:
+        return None
+    weight = module._parameters["down_proj"]
+    generator = torch.Generator(weight.device).manual_seed(0)
+    sizes = torch.logspace(-1, 1, ROWS_OF_GATE, device=weight.device).unsqueeze(1)
+    both = (torch.randn(ROWS_OF_GATE, 128, generator=generator, device=weight.device) * sizes).to(weight.dtype)
+    try:
+        expected = module._apply_gate(both)
+        for gate in product(sorted(numbers), sorted(numbers), (True, False)):
+            if _equal(ops.clamped_gate.default(both, *gate), expected):
+                return gate
+    except ERRORS as error:
+        log.warning("the gate of %s stays torch's: %s", type(module).__name__, error)
+    return None
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Up to the last bit of a sigmoid, which may change how a product with it is rounded."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if ours.dtype == torch.float32:
+        return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    return (ours != theirs).float().mean().item() < 0.02 and torch.allclose(ours, theirs, rtol=2**-6, atol=1e-3)
 
 
 def experts_names(module: Any) -> tuple[str, str]:

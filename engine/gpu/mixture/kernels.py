@@ -105,6 +105,29 @@ def experts(
 
 
 @triton.jit
+def rounded(x, like):
+    return x.to(like.dtype).to(tl.float32)
+
+
+@triton.jit
+def clamped_gate(both, out, size, row_size, limit, alpha, INTERLEAVED: tl.constexpr, TILE: tl.constexpr):
+    """`gate * sigmoid(gate * alpha) * (up + 1)` of rows of `size`, both clamped, rounded after each operation."""
+    wide = tl.cdiv(size, TILE)
+    row, at = (tl.program_id(0) // wide).to(tl.int64), tl.program_id(0) % wide * TILE + tl.arange(0, TILE)
+    gate_at, up_at = at, at + size
+    if INTERLEAVED:
+        gate_at, up_at = 2 * at, 2 * at + 1
+    found = tl.load(both + row * row_size + gate_at, mask=at < size, other=0.0)
+    gate = found.to(tl.float32)
+    up = tl.load(both + row * row_size + up_at, mask=at < size, other=0.0).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # NaN stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    share = rounded(1.0 / (1.0 + tl.exp(-rounded(gate * alpha, found))), found)
+    y = rounded(up + 1.0, found) * rounded(gate * share, found)
+    tl.store(out + row * size + at, y.to(found.dtype), mask=at < size)
+
+
+@triton.jit
 def mix(y, shares, out, each, columns, s_row, TILE: tl.constexpr, ROUNDED: tl.constexpr):
     """The sum of a token's pairs times their shares, one after another in float32. ROUNDED: products are, as torch
     rounds them where both have the type of y."""

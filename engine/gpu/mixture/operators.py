@@ -3,6 +3,7 @@ interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_ex
 
     experts_plan    which pairs of a token and one of its experts are computed together
     experts         the product of each pair with the weight of its expert
+    clamped_gate    the gate of gpt-oss's experts; others stay transformers', and most are fused in a recording
     experts_sum     the sum of a token's experts, times their shares, in the order in which they were chosen
 
 A pair is the number token * chosen + place. A tile has pairs of one expert, and there are as many tiles as there can be
@@ -84,6 +85,19 @@ def experts(
         weight.stride(0), weight.stride(1), weight.stride(2), 0 if bias is None else bias.stride(0),
         **launch, WHOLE=k % own.depth == 0, BIAS=bias is not None, EXACT=x.dtype == torch.float32 or INTERPRETED,
     )  # fmt: skip
+    return out
+
+
+@operator("clamped_gate(Tensor both, float limit, float alpha, bool interleaved) -> Tensor")
+def clamped_gate(both: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
+    """`[pairs, n]` from gate and up `[pairs, 2 n]`, side by side or in turn, as gpt-oss gates its experts."""
+    pairs, width = both.shape
+    both, n = both.contiguous(), width // 2
+    out = both.new_empty(pairs, n)
+    if pairs:
+        kernels.clamped_gate[(pairs * cdiv(n, TILE),)](
+            both, out, n, width, limit, alpha, INTERLEAVED=interleaved, TILE=TILE, num_warps=4, enable_fp_fusion=False
+        )
     return out
 
 
