@@ -11,13 +11,15 @@ GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relati
 TURN = 7  # shift of a trial's rows, so that each is computed at another position in its tile
 
 
-def differs(found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False) -> str | None:
-    """Whether a result is too far from torch's, in the type of `found`; relative to all of it, or each row to itself,
-    where rows are of very different sizes, as products of products are."""
+def differs(found: torch.Tensor, expected: torch.Tensor, *, several: bool = False) -> str | None:
+    """Whether a result is too far from torch's, in the type of `found`. That of `several` products one after another,
+    whose rows are of very different sizes, is compared row by row, and may have twice the gap: with correct ones it was
+    up to 0.045 in bfloat16."""
     wide = expected.float()
-    size = wide.square().mean(-1, keepdim=True) if by_row else wide.square().mean()
+    size = wide.square().mean(-1, keepdim=True) if several else wide.square().mean()
     gap = ((found.float() - wide).abs() / size.sqrt()).max().item()
-    return None if gap <= GAP[found.dtype] else f"differs from torch's by {gap:.2g}"  # also for NaN
+    allowed = GAP[found.dtype] * (2 if several else 1)
+    return None if gap <= allowed else f"differs from torch's by {gap:.2g}"  # also for NaN
 
 
 def other_bits(

@@ -174,7 +174,7 @@ def _differs_from_experts(module: Any) -> str | None:
     shares = torch.rand(chosen.shape, generator=generator, device=device).to(x.dtype)
     given = (x, chosen, shares)
     found = compute(module, *given)
-    problem = trial.differs(found, module(*given), by_row=True)
+    problem = trial.differs(found, module(*given), several=True)
     return problem or trial.other_bits(lambda *rows: (compute(module, *rows),), given, (found,), (*SOME, *larger))
 
 
