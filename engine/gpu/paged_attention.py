@@ -83,11 +83,11 @@ class Tiling:
 def rows_of(facts: CallFacts, pages: torch.Tensor) -> int:
     """Of a tile of a sequence with several queries. Tensor cores of Hopper read operands from shared memory, which
     leaves registers for twice as many rows; those of Blackwell do, too, but with as many rows a tile spills."""
-    large, size = _largest(facts), pages.dtype.itemsize
+    large, size, capability = _largest(facts), pages.dtype.itemsize, capability_of(pages.device)
     rows = {256: 32, 512: 16}.get(large, 64)
-    if large <= 128 and size == 2 and HOPPER <= capability_of(pages.device) < BLACKWELL:
+    if large <= 128 and size == 2 and HOPPER <= capability < BLACKWELL:
         rows = 128
-    if large == 128 and size == 4:
+    if large == 128 and (size == 4 or (size == 1 and capability >= BLACKWELL)):
         rows = 32
     return max(rows, padded_group(facts))
 
