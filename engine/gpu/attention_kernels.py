@@ -157,13 +157,15 @@ def attend(
     part_top, part_total, part_values = top, total, tl.zeros([ROWS, V_PAD], tl.float32)
     for at in range(begin, stop, TILE):
         if not PARALLEL:  # noqa: SIM102 - decided when it is compiled
-            if (at % SPLIT == 0) & (at > begin):  # a part has ended; registers hold the values of one
+            # A part has ended; registers hold the values of one. Between this store and the next load, which other
+            # threads may do, each round has a barrier, because keys and values go through shared memory. A barrier here
+            # would end Triton's pipelining.
+            if (at % SPLIT == 0) & (at > begin):
                 earlier = tl.zeros([ROWS, V_PAD], tl.float32)
                 if at > second_part:
                     earlier = tl.load(kept_at)
                 top, total, so_far = merged(top, total, earlier, part_top, part_total, part_values)
                 tl.store(kept_at, so_far)
-                tl.debug_barrier()
                 part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
                 part_values = tl.zeros([ROWS, V_PAD], tl.float32)
         key = at + tl.arange(0, TILE)
@@ -171,7 +173,8 @@ def attend(
         block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
         slot = key % BLOCK
         k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
-        keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
+        # Keys beyond the last are those of block 0, which is memory of ours; the mask below hides them.
+        keys = tl.load(k_pages + k_place, mask=(k_at < K_DIM)[:, None], other=0.0)
         v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
         taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
         logits = product(q, widened(keys, FP8), EXACT)

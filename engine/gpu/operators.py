@@ -36,3 +36,11 @@ def operator(signature: str) -> Callable[[Function], Function]:
         return function
 
     return register
+
+
+def capability_of(device: torch.device) -> int:
+    """Compute capability times 10; that of Hopper for Triton's interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

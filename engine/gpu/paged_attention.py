@@ -22,7 +22,7 @@ import torch
 
 from engine.attention.forward_context import Scales, Step
 from engine.gpu.attention_kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
-from engine.gpu.operators import operator, ops
+from engine.gpu.operators import capability_of, operator, ops
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
 NAME = "triton"
@@ -31,6 +31,8 @@ LEAST_SPLIT = 512  # keys of a part
 MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in memory until they are merged
 LARGEST_HEAD = 512
 MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
+WARPS = 8  # of a program with a tile of several queries
+HOPPER, BLACKWELL = 90, 100  # the first compute capability of these generations, times 10
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 
 Tiles = tuple[torch.Tensor, torch.Tensor]  # of each tile: its sequence, and its first query in that; int32
@@ -44,7 +46,7 @@ class Tiling:
     rows: int  # of a tile of the other sequences
     keys: int
     warps_of_one: int
-    warps: int
+    stages_of_one: int
     stages: int
 
     @staticmethod
@@ -52,38 +54,42 @@ class Tiling:
         """`pages`: those of the keys; `dtype`: of the queries. A tile must not spill registers: int8 and fp8 take some
         while they are widened, as do 64-bit addresses of a tile of keys, and float32 does without tensor cores."""
         group, wide, large = padded_group(facts), dtype == torch.float32, _largest(facts)
-        quantised, hopper = pages.dtype.itemsize == 1, is_hopper(pages.device)
+        quantised, hopper = pages.dtype.itemsize == 1, capability_of(pages.device) >= HOPPER
         if large > 256 or (large > 64 and wide):
             keys = 16
         elif large > 128 or wide or (not hopper and (large > 64 or quantised)):
             keys = 32
         else:
             keys = 64
+        several = 3 if large <= (64 if wide or quantised else 128) else 1 if large > 256 and wide else 2
         return Tiling(
             rows_of_one=max(LEAST_DOT, group),
             rows=rows_of(facts, pages),
             keys=keys,
-            warps_of_one=4 if large <= (128 if wide else 256) else 8,
-            warps=8,
-            stages=3 if large <= 64 or (large <= 128 and keys == 32) else 1 if large > 256 and wide else 2,
+            warps_of_one=2 if keys == 64 and not quantised else 4 if large <= (128 if wide else 256) else 8,
+            stages_of_one=min(several, 2),
+            stages=several,
         )
 
     def launch(self, *, single: bool) -> dict[str, int]:
         """Of the kernel `attend`, for sequences with a single query or for the others."""
-        rows, warps = (self.rows_of_one, self.warps_of_one) if single else (self.rows, self.warps)
-        return {"ROWS": rows, "num_warps": warps, "num_stages": self.stages, "maxnreg": MOST_REGISTERS}
+        if single:
+            own = {"ROWS": self.rows_of_one, "num_warps": self.warps_of_one, "num_stages": self.stages_of_one}
+        else:
+            own = {"ROWS": self.rows, "num_warps": WARPS, "num_stages": self.stages}
+        return own | {"maxnreg": MOST_REGISTERS}
 
 
 def rows_of(facts: CallFacts, pages: torch.Tensor) -> int:
-    """Of a tile of a sequence with several queries."""
-    small = pages.dtype.itemsize != 2 or not is_hopper(pages.device)
-    rows = {256: 32, 512: 16}.get(_largest(facts), 64 if small else 128)
+    """Of a tile of a sequence with several queries. Tensor cores of Hopper read operands from shared memory, which
+    leaves registers for twice as many rows; those of Blackwell do, too, but with as many rows a tile spills."""
+    large, size, capability = _largest(facts), pages.dtype.itemsize, capability_of(pages.device)
+    rows = {256: 32, 512: 16}.get(large, 64)
+    if large <= 128 and size == 2 and HOPPER <= capability < BLACKWELL:
+        rows = 128
+    if large == 128 and (size == 4 or (size == 1 and capability >= BLACKWELL)):
+        rows = 32
     return max(rows, padded_group(facts))
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Or later: its tensor cores read operands from shared memory, which leaves registers for larger tiles."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _largest(facts: CallFacts) -> int:

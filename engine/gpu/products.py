@@ -20,7 +20,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.gpu import product_kernels as kernels
-from engine.gpu.operators import operator
+from engine.gpu.operators import capability_of, operator
 
 FEW = 64  # maximum rows of a step with narrow tiles
 WIDE = 8192  # columns of a weight above which narrow tiles are twice as wide, with still enough programs
@@ -114,14 +114,6 @@ def linear(
         BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype), DESCRIBED=described,
     )  # fmt: skip
     return out
-
-
-def capability_of(device: torch.device) -> int:
-    """Compute capability times 10; that of Hopper for Triton's interpreter."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def copies(tensor: torch.Tensor) -> bool:

@@ -106,7 +106,7 @@ def attention(
     facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
     elements, pointer = KEPT[kept]
     pages = torch.empty(1, 16, 1, 1, dtype=elements or dtype)
-    with mock.patch.object(paged_attention, "is_hopper", return_value=architecture >= 90):
+    with mock.patch.object(paged_attention, "capability_of", return_value=architecture):
         tiling = paged_attention.Tiling.of(facts, pages, dtype)
     fixed = paged_attention.constants(facts, tiling, pages, SPLIT_KEYS, dtype)
     options = tiling.launch(single=single)

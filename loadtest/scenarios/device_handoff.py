@@ -53,7 +53,7 @@ def run(plan: Plan, device: str, folder: Path) -> int:
     shared: dict[str, Any] = {"model": model, "device": device, "dtype": "bfloat16", "gpu_share": plan.share}
     shared["max_model_len"] = plan.prompt + plan.output
     if device == "cpu":
-        shared["kv_blocks"] = 200
+        shared["kv_blocks"] = max(200, 4 * plan.prompt // 16)
     with Local(**shared) as alone, Local(**shared) as pair:
         for local, roles in ((alone, ("decode",)), (pair, ("prefill", "decode"))):
             local.launch("router", "router-0")

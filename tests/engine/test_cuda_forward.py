@@ -35,6 +35,7 @@ from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
 from tandem.sampling import Sampling
+from tests.engine.conftest import two_layers
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is for CPU")
 
@@ -100,8 +101,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
 
 
 def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
-    """The family's model on the device."""
-    module = make_module(f"tiny-{family}", torch.bfloat16, GPU)
+    """The family's model on the device, with the layers of the tests' checkpoint."""
+    module = make_module(f"tiny-{family}", torch.bfloat16, GPU, **two_layers(f"tiny-{family}"))
     mla.use_latent_pages(module)
     runner = ModelRunner(
         module,
@@ -210,7 +211,7 @@ def test_tokens_are_chosen_with_one_wait(pretended: dict[str, Launch], lists: li
     """For the tokens themselves, whatever the requests sample by."""
     rows = len(sampling.TRIED)
     with Waits() as waits:
-        sampling.sample(torch.empty(rows, 384, device=GPU), sampling.TRIED, [0.5] * rows)
+        sampling.sample(torch.empty(rows, 384, device=GPU), sampling.TRIED, [0.5] * rows).tolist()
     assert lists == [torch.Size([rows])]
     assert not waits.seen
     assert pretended["choose_tokens"].launched == 1

@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 
 from engine.gpu.mixture import kernels
-from engine.gpu.operators import operator
+from engine.gpu.operators import capability_of, operator
 from engine.gpu.product_kernels import INTERPRETED
-from engine.gpu.products import Tiling, capability_of, cdiv
+from engine.gpu.products import Tiling, cdiv
 
 CHUNK = 1024  # pairs that a program of the plan looks at at a time
 TALL = 128  # pairs of a tile, at most
