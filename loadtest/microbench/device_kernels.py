@@ -151,8 +151,8 @@ def recurrence(device: torch.device, config: dict[str, Any]) -> str:
 
 
 def _by_operators(mixers: Mixers, device: torch.device) -> str:
-    operators = all(mixer.forward is not type(mixer.module).forward for mixer in mixers.each)
-    return str(mixers) if operators or not recurrences.available(device) else f"wrong: {mixers}, not all by operators"
+    right = mixers.by_operators or not recurrences.available(device)
+    return str(mixers) if right else f"wrong: {mixers}, not all by operators"
 
 
 def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Check]]:
