@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -31,6 +33,11 @@ from engine.kv.state_memory import Key, StateMemory
 Forward = Callable[..., Any]
 SILU = ("silu", "swish")
 NO_LIMIT = (0.0, float("inf"))
+# transformers' line about each of its functions that runs without the package that would be faster, and who writes it.
+SLOW_LINE, SLOW_LOGGER = (
+    "is falling back to its reference PyTorch implementation",
+    "transformers.integrations.hub_kernels",
+)
 
 
 class SlotRows:
@@ -68,6 +75,30 @@ def available(device: torch.device) -> bool:
     import engine.gpu.recurrent.operators  # noqa: F401
 
     return True
+
+
+@contextmanager
+def slow_lines_held() -> Iterator[Callable[[], None]]:
+    """Holds transformers' lines about slow functions back while these are only what operators are compared with. Gives
+    the function that writes them, for a model whose layers keep them. (transformers writes each once in a process.)"""
+    held: list[logging.LogRecord] = []
+    logger = logging.getLogger(SLOW_LOGGER)
+
+    def passes(record: logging.LogRecord) -> bool:
+        slow = SLOW_LINE in record.getMessage()
+        if slow:
+            held.append(record)
+        return not slow
+
+    def write() -> None:
+        for record in held:
+            logger.handle(record)
+
+    logger.addFilter(passes)
+    try:
+        yield write
+    finally:
+        logger.removeFilter(passes)
 
 
 def _operators(like: torch.Tensor) -> Any:

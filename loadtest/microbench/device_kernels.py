@@ -144,7 +144,8 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
 
 def recurrence(device: torch.device, config: dict[str, Any]) -> str:
     """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state."""
-    mixers = state_probe.learn(model_of(config, torch.bfloat16, device), recurrences.available(device))
+    with recurrences.slow_lines_held():
+        mixers = state_probe.learn(model_of(config, torch.bfloat16, device), recurrences.available(device))
     assert mixers is not None
     bits = "the same bits" if mixers.exact else "not the same bits, with torch's products,"
     return f"{_by_operators(mixers, device)}; {bits} in any step"

@@ -4,6 +4,7 @@ how many kernels a layer has. No GPU has run it."""
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine.attention.forward_context import Batch
+from engine.attention.forward_context import Batch, Step
 from engine.gpu import codes, layers, paged_attention, product_kernels, products
 from engine.gpu.paged_attention import TritonAttention
 from engine.kernels import weight_quantization
@@ -145,6 +146,27 @@ def test_a_fusion_that_computes_otherwise_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert traced_forward.install(model) == "recorded"
     assert "the fused recording cannot be used" in caplog.text
+
+
+def test_a_chunk_without_logits_is_compared_by_what_it_writes(tmp_path: Path) -> None:
+    """There is no spread of logits to compare with, and torch would warn of it. Control: a recording that writes
+    nothing."""
+    model = on_gpu("llama", tmp_path)
+    pages, chunk = model.allocate(2, 4), Batch([3, 4, 5], [0, 1, 2], [3], [3], [[1]], [])
+
+    def again(step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        step.calls = 0
+        return model.by_modules(step, wanted)
+
+    def writes_nothing(step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        logits = again(step, wanted)
+        pages.buffer.zero_()
+        return logits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert traced_forward._differs(again, model, pages, [chunk]) is None
+        assert traced_forward._differs(writes_nothing, model, pages, [chunk]) == "[3] new tokens"
 
 
 def test_what_cannot_be_recorded_says_why(checkpoint: Callable[[str], Path]) -> None:
