@@ -143,7 +143,7 @@ def gated_delta_rule(
     `[n, tokens, value heads, dk]`, `beta` `[n, tokens, value heads]`, states `[n, value heads, dk, dv]` in float32."""
     q, k = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
-        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = map(_unit, (q, k))
     q = q * q.shape[-1] ** -0.5
     states, rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
     inputs = (each.contiguous() for each in (q, k, value.float(), g.float().exp(), beta.float()))
@@ -281,6 +281,14 @@ def _scan(
 def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return nn.functional.softplus(dt) if softplus else dt
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    """Each row over its length. torch's sums on CUDA may depend on the number of rows."""
+    if (operators := _operators(rows)) is torch.ops.tandem_gpu:
+        out: torch.Tensor = operators.unit.default(rows, 1e-6)
+        return out
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
 
 
 def _gated(out: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:

@@ -32,7 +32,7 @@ from engine.core.engine_config import EngineConfig
 from engine.decoding import sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, kernel_choice, layers
-from engine.kernels import weight_quantization
+from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
 from engine.loading.model_loader import load_model
@@ -143,12 +143,16 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
 
 
 def recurrence(device: torch.device, config: dict[str, Any]) -> str:
-    """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state."""
+    """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state, with
+    Tandem's products and norms as they serve."""
+    model = model_of(config, torch.bfloat16, device)
+    line = layers.prepare(model, device)
+    modules.switch(model, True)
     with recurrences.slow_lines_held():
-        mixers = state_probe.learn(model_of(config, torch.bfloat16, device), recurrences.available(device))
+        mixers = state_probe.learn(model, recurrences.available(device))
     assert mixers is not None
-    bits = "the same bits" if mixers.exact else "not the same bits, with torch's products,"
-    return f"{_by_operators(mixers, device)}; {bits} in any step"
+    bits = "the same bits" if mixers.exact else "not the same bits"
+    return f"{_by_operators(mixers, device)}; {bits} in any step, with products by {line}"
 
 
 def _by_operators(mixers: Mixers, device: torch.device) -> str:
@@ -179,6 +183,8 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
         yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)
+    for name in ("qwen3-next", "nemotron-h"):  # one of each kind of recurrence, with experts that float32 has not there
+        yield f"family {name}, bfloat16", partial(family, device, name, torch.bfloat16)
     yield "family llama, int8 pages", partial(family, device, "llama", torch.bfloat16, "int8")
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 from engine.attention.forward_context import Batch
 from engine.gpu import layers
 from engine.gpu.paged_attention import TritonAttention
-from engine.gpu.recurrent import kernels, operators  # noqa: F401  (makes the operators known)
+from engine.gpu.recurrent import kernels, norm_kernels, norms, operators  # noqa: F401  (makes the operators known)
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, recurrences
@@ -49,9 +49,13 @@ def family(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
 
 @pytest.fixture
 def launched(pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:  # noqa: F811
-    for name in ("gated_delta", "state_space_scan", "short_convolution", "short_convolution_step"):
-        pretended[name] = Launch()
-        monkeypatch.setattr(kernels, name, pretended[name])
+    for module, names in (
+        (kernels, ("gated_delta", "state_space_scan", "short_convolution", "short_convolution_step")),
+        (norm_kernels, ("unit", "gated")),
+    ):
+        for name in names:
+            pretended[name] = Launch()
+            monkeypatch.setattr(module, name, pretended[name])
     return pretended
 
 
@@ -73,6 +77,9 @@ def pretend(name: str, learnt: ModelRunner) -> ModelRunner:
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
         if layers.weight_of(each) is not None:
             each.__dict__[modules.REPLACEMENT] = layers.Linear
+        elif "NormGated" in type(each).__name__:
+            kind = norms.Gated(1e-6, 1, gate_first=True, silu=True, round_first=True)
+            each.__dict__.update({modules.REPLACEMENT: norms.GatedNorm, norms.NORM: kind})
     runner.use_paged_attention()
     return runner
 
@@ -97,6 +104,8 @@ def test_recurrent_layers_never_wait_for_the_device(
             pages.states.commit()  # type: ignore[union-attr]
         assert not waits.seen, name
     assert any(launched[name].launched for name in ("gated_delta", "state_space_scan", "short_convolution_step"))
+    assert (launched["unit"].launched > 0) == (launched["gated_delta"].launched > 0)
+    assert (launched["gated"].launched > 0) == any(norms.NORM in each.__dict__ for each in runner.module.modules())
 
 
 def test_a_decode_step_can_be_repeated_without_python(
