@@ -73,7 +73,8 @@ def pretend(name: str, learnt: ModelRunner) -> ModelRunner:
         assert taken is not None
         ours.forward, ours.takes = taken
         mixers.append(ours)
-    runner.mixers, runner.cuda_kernel = Mixers(mixers, learnt.mixers.facts), TritonAttention(LONGEST)
+    runner.mixers = Mixers(mixers, learnt.mixers.facts)
+    runner.cuda_kernel = TritonAttention(LONGEST) if learnt.facts else None
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
         if layers.weight_of(each) is not None:
             each.__dict__[modules.REPLACEMENT] = layers.Linear
