@@ -48,7 +48,7 @@ test-cuda: setup
 	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check "torch==$(TORCH),!=$(TORCH)+cpu"
 	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock "torch!=$(TORCH)+cpu"
-	@.venv-cuda/bin/python -m pytest tests/engine/test_cuda_forward.py
+	@.venv-cuda/bin/python -m pytest tests/engine/test_cuda_forward.py tests/engine/test_cuda_recurrences.py
 
 # Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
 mutate: setup

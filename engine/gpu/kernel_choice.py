@@ -49,6 +49,8 @@ def choose(
 ) -> tuple[CudaKernel | None, str]:
     """The implementation for a model's attention on this device, and a log line with the reason. `kept`: the type of
     quantised elements in pages."""
+    if not facts:
+        return None, f"{REFERENCE}, because the model has no attention"
     problems: list[str] = []
     for kernel in candidates(device, max_model_len):
         reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]

@@ -38,6 +38,7 @@ def adopt(model: nn.Module) -> str:
     """As `prepare`, on any device."""
     from engine.gpu import products  # torch for CUDA brings Triton, the one for CPU does not
     from engine.gpu.mixture import adoption
+    from engine.gpu.recurrent import norms as gated
 
     layers = [layer for layer in model.modules() if weight_of(layer) is not None]
     if problem := differs(layers):
@@ -49,6 +50,9 @@ def adopt(model: nn.Module) -> str:
     for module in model.modules():
         if (norm := modules.rms_norm_of(module, products.rms_norm)) is not None:
             module.__dict__.update({modules.NORM: norm, modules.REPLACEMENT: RmsNorm})
+            norms += 1
+        elif (with_gate := gated.gated_of(module)) is not None:
+            module.__dict__.update({gated.NORM: with_gate, modules.REPLACEMENT: gated.GatedNorm})
             norms += 1
     mixtures = adoption.adopt(model)
     return f"{NAME}, {len(layers)} products and {norms} norms{mixtures and f', {mixtures}'}"

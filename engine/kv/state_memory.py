@@ -47,6 +47,10 @@ class StateMemory:
         """The slot's state, `[state_bytes]` uint8."""
         return self.buffer[self._row[slot]]
 
+    def values(self, slot: int) -> list[torch.Tensor]:
+        """The slot's states, each in its type and where it is."""
+        return [view[self._row[slot]] for view in self._views.values()]
+
     def width(self, key: Key) -> int:
         """Elements along the last dimension."""
         return self._views[key].shape[-1]

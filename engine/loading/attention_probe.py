@@ -32,6 +32,7 @@ from engine.loading import index_probe, state_probe
 from engine.parallel.weight_cut import held_heads
 from engine.runner.indexers import Indexers, given_mask
 from engine.runner.mixers import Mixers
+from engine.runner.recurrences import slow_lines_held
 from tandem.errors import CheckpointRefused
 
 PROBE, ISOLATION = "probe_kv", "isolation_kv"
@@ -175,6 +176,14 @@ def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
     Leaves the model switched to the isolation probe; the caller selects its attention. Raises CheckpointRefused with
     the reason for a model that pages cannot serve.
     """
+    with slow_lines_held() as write:
+        learnt = _learnt(model, compiled)
+    if learnt.mixers is not None and not learnt.mixers.by_operators:
+        write()
+    return learnt
+
+
+def _learnt(model: PreTrainedModel, compiled: bool) -> Learnt:
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
     switch(model, "eager")

@@ -13,8 +13,8 @@ sequences in a bucket of four, s the spare block:
     every other step (a prompt's chunk, drafts) takes the model's forward as ever              s  s s s ...
 
 Where there are recurrent layers, two more lists have the rows of the states that a sequence reads and writes
-(engine/kv/state_memory.py). Only operators may touch these states. A padding row begins with zeros and ends in a row
-that belongs to no sequence.
+(engine/kv/state_memory.py). Only operators may touch these states, on CPU and on CUDA. A padding row begins with zeros
+and ends in a row that belongs to no sequence.
 
 The tensors of a bucket stay in place. A step fills one buffer (on CUDA pinned memory, copied to the device in one
 transfer) and replays. A captured step is compared with the same step uncaptured before it serves
@@ -60,45 +60,58 @@ class Uncapturable(Exception):
 
 def capture_for(model: ModelRunner) -> Capture:
     """How steps of this model are captured on its device. Raises Uncapturable."""
-    if model.mixers is not None and model.device.type == "cuda":
-        raise Uncapturable("recurrent layers take the sequences of a step apart")
     if model.indexers is not None:
         raise Uncapturable("sparse indexers take the sequences of a step apart")
+    if model.mixers is not None and not model.mixers.by_operators:
+        raise Uncapturable("recurrent layers without operators take the sequences of a step apart")
     if model.device.type == "cuda":
-        return cuda_graphs()
+        return cuda_graphs() if model.recorded is not None else by_modules(cuda_graphs())
     if model.kernels == REFERENCE:
         raise Uncapturable("the compiled operators do not serve")
     if model.recorded is None and model.mixers is None:  # transformers' Python, which may look at a step's values
         raise Uncapturable("the forward is not recorded")
     if model.step_bytes > CPU_BYTES:
         raise Uncapturable(f"a step reads {model.step_bytes >> 20} MiB, and a capture would save little of its time")
-    return operators if model.recorded is not None else operators_by_modules
+    return operators if model.recorded is not None else by_modules(operators)
 
 
-def operators_by_modules(call: Call) -> Call:
-    """As `operators`, of a forward by transformers' modules. Refused if they keep a tensor of a step, because each
-    replay would change it. What they make in their first step and keep is not part of the captured one."""
-    call()
-    with _Made() as made:
-        out = call()
-    kept = made.alive - {id(out)}
-    if kept:
-        raise Uncapturable(f"the forward keeps {len(kept)} tensors of a step, which each replay would change")
-    return operators(call)
+def by_modules(capture: Capture) -> Capture:
+    """As `capture`, of a forward by transformers' modules. What they make in their first step and keep is not part of
+    the captured one. A later step is refused if they keep a tensor of it, because each replay would change it, or copy
+    between host and device: a replay would read the host's memory again, in which something else is by then."""
+
+    def watched(call: Call) -> Call:
+        call()
+        with _Watch() as watch:
+            out = call()
+        kept = watch.alive - {id(out), id(out._base)}  # logits may be a part of a tensor
+        if kept:
+            raise Uncapturable(f"the forward keeps {len(kept)} tensors of a step, which each replay would change")
+        if watch.between:
+            raise Uncapturable(f"the forward has tensors of the host and of the device in {watch.between[0]}")
+        del out  # the capture takes as much memory
+        return capture(call)
+
+    return watched
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its hooks
-    """Notes the tensors that operators make on this thread."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its hooks
+    """Notes the tensors that operators make on this thread, and operators over tensors of host and device. (A tensor
+    of one number may be on the host: the device gets the number itself.)"""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.between: list[str] = []
         self._made: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(each) for each in tree_leaves((args, kwargs))}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
-        made = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and id(each) not in given)
-        self._made += map(weakref.ref, made)
+        out = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        known = set(map(id, given))
+        self._made += [weakref.ref(each) for each in out if id(each) not in known]
+        if len({each.device.type for each in (*given, *out) if each.dim()}) > 1:
+            self.between.append(str(func))
         return result
 
     @property
@@ -217,7 +230,7 @@ def unfit(model: ModelRunner, pages: KvCache) -> str | None:
         return "latent pages" if model.latent else None
     kernel = model.cuda_kernel
     if kernel is None:
-        return "attention by the reference plans each step on the host"
+        return "attention by the reference plans each step on the host" if model.facts else None
     reasons = [kernel.refusal(fact, pages.dtype, pages.block_size) for fact in model.facts]
     refused = sorted({reason for reason in reasons if reason is not None})
     return f"attention by the reference ({'; '.join(refused)}) plans each step on the host" if refused else None
@@ -302,7 +315,9 @@ class _Bucket:
     def call(self) -> torch.Tensor:
         """The step itself, over what `fill` has put there: float32 logits of all rows."""
         self._step.begin()
-        return self._model.run(self._step, self._wanted).float()
+        logits = self._model.run(self._step, self._wanted).float()
+        self._step.plans.clear()  # tensors of this step, which each replay makes again
+        return logits
 
 
 def _views(buffer: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

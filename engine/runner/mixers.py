@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention.forward_context import Batch, current_step
+from engine.attention.forward_context import Batch, current_step, on_device
 from engine.kv.kv_cache_spec import StateFacts
 from engine.kv.state_memory import Key, StateMemory
 from engine.runner.recurrences import Forward, SlotRows, State, asked_for
@@ -153,6 +153,10 @@ class Mixer(PackedModule):
         self.forward: Forward = type(module).forward  # or the forward over Tandem's operators, with
         self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write in place
 
+    @property
+    def by_operators(self) -> bool:
+        return self.forward is not type(self.module).forward
+
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()
         given = named(self.module, *args, **kwargs)
@@ -165,7 +169,7 @@ class Mixer(PackedModule):
             return self._alone(given, SlotStates(memory, batch.slots, True, self.takes))
         out: list[Any] = []
         single = False
-        for rows, slots, previous in _calls(batch, self.by_token):
+        for rows, slots, previous in _calls(batch, self.by_token, memory.buffer.device):
             part = {name: pick(value, rows, total) for name, value in given.items()}
             result = self._call(part, SlotStates(memory, slots, previous, self.takes))
             single = not isinstance(result, tuple)
@@ -206,23 +210,29 @@ class Mixers:
     def exact(self) -> bool:
         return all(mixer.exact for mixer in self.each)
 
+    @property
+    def by_operators(self) -> bool:
+        """Whether Tandem's operators serve all of them."""
+        return all(mixer.by_operators for mixer in self.each)
+
     def __str__(self) -> str:
         alone = sum(mixer.by_token for mixer in self.each)
         slow = f", {alone} of them one token at a time" if alone else ""
-        ours = sum(mixer.forward is not type(mixer.module).forward for mixer in self.each)
+        ours = sum(mixer.by_operators for mixer in self.each)
         fast = f", {ours} of them by compiled operators" if ours else ""
         return f"{len(self.each)} recurrent layers with {len(self.facts.states)} states{slow}{fast}"
 
 
-def _calls(batch: Batch, by_token: bool) -> Iterator[tuple[torch.Tensor, list[int], bool]]:
-    """Rows `[n, tokens]`, slots and whether there are earlier tokens, for each call of a mixer."""
+def _calls(batch: Batch, by_token: bool, device: torch.device) -> Iterator[tuple[torch.Tensor, list[int], bool]]:
+    """Rows `[n, tokens]` on the device, slots and whether there are earlier tokens, for each call of a mixer."""
     groups: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)  # (tokens, earlier) -> (first row, slot)
     start = 0
     for query, context, slot in zip(batch.query_lens, batch.context_lens, batch.slots, strict=True):
         groups[query, context > query].append((start, slot))
         start += query
     for (query, previous), members in groups.items():
-        rows = torch.tensor([first for first, _ in members]).unsqueeze(1) + torch.arange(query)
+        starts = on_device([first for first, _ in members], torch.int64, device)
+        rows = starts.unsqueeze(1) + torch.arange(query, device=device)
         slots = [slot for _, slot in members]
         if not by_token:
             yield rows, slots, previous

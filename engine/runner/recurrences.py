@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -31,6 +33,11 @@ from engine.kv.state_memory import Key, StateMemory
 Forward = Callable[..., Any]
 SILU = ("silu", "swish")
 NO_LIMIT = (0.0, float("inf"))
+# transformers' line about each of its functions that runs without the package that would be faster, and who writes it.
+SLOW_LINE, SLOW_LOGGER = (
+    "is falling back to its reference PyTorch implementation",
+    "transformers.integrations.hub_kernels",
+)
 
 
 class SlotRows:
@@ -68,6 +75,30 @@ def available(device: torch.device) -> bool:
     import engine.gpu.recurrent.operators  # noqa: F401
 
     return True
+
+
+@contextmanager
+def slow_lines_held() -> Iterator[Callable[[], None]]:
+    """Holds transformers' lines about slow functions back while these are only what operators are compared with. Gives
+    the function that writes them, for a model whose layers keep them. (transformers writes each once in a process.)"""
+    held: list[logging.LogRecord] = []
+    logger = logging.getLogger(SLOW_LOGGER)
+
+    def passes(record: logging.LogRecord) -> bool:
+        slow = SLOW_LINE in record.getMessage()
+        if slow:
+            held.append(record)
+        return not slow
+
+    def write() -> None:
+        for record in held:
+            logger.handle(record)
+
+    logger.addFilter(passes)
+    try:
+        yield write
+    finally:
+        logger.removeFilter(passes)
 
 
 def _operators(like: torch.Tensor) -> Any:
@@ -112,7 +143,7 @@ def gated_delta_rule(
     `[n, tokens, value heads, dk]`, `beta` `[n, tokens, value heads]`, states `[n, value heads, dk, dv]` in float32."""
     q, k = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
-        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = map(_unit, (q, k))
     q = q * q.shape[-1] ** -0.5
     states, rows = _rows(initial_state, (value.shape[0], value.shape[2], q.shape[-1], value.shape[-1]), q)
     inputs = (each.contiguous() for each in (q, k, value.float(), g.float().exp(), beta.float()))
@@ -250,6 +281,14 @@ def _scan(
 def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return nn.functional.softplus(dt) if softplus else dt
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    """Each row over its length. torch's sums on CUDA may depend on the number of rows."""
+    if (operators := _operators(rows)) is torch.ops.tandem_gpu:
+        out: torch.Tensor = operators.unit.default(rows, 1e-6)
+        return out
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
 
 
 def _gated(out: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,8 @@ Attention is compared with the reference in float32 over all kinds of calls, mod
 and experts and routers of mixtures, with torch's, and a row's bits alone, among few and among many; digests with numpy;
 tokens with plain PyTorch; what grammars forbid with xgrammar on CPU. A token's bits in attention are compared alone and
 in a chunk. Then a tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent
-layers against transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
+layers against transformers', and its decode steps are captured; those of some with recurrent layers run for many
+tokens. A line for each; ends with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from torch import nn
 from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
 from engine.core.engine_config import EngineConfig
+from engine.core.sequence import Sequence
 from engine.decoding import sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, kernel_choice, layers
-from engine.kernels import weight_quantization
+from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
 from engine.loading.model_loader import load_model
@@ -53,6 +55,8 @@ SHAPES = [  # query heads, KV heads, elements of a head
 PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
 CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
+IN_16_BITS = ("qwen3-next", "nemotron-h")  # a GPU multiplies their experts in no other type without the host
+STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -160,17 +164,49 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
     return wrong or "; ".join([*chosen, f"decode steps {engine.capture()}"])
 
 
+def streams(device: torch.device, name: str) -> str:
+    """Tokens of sequences that come and go and are preempted, with captured steps and without."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = make_checkpoint(Path(folder) / name, f"tiny-{name}", dtype="float32")
+        model = load_model(str(own), dtype=torch.float32, device=device, progress=lambda _: None)
+    config = EngineConfig(
+        num_blocks=12 + model.layout(16).state_blocks, block_size=16, token_budget=64, max_running=4, spare_block=True
+    )
+    lines, tokens = [], []
+    for capture in (True, False):
+        engine = Engine(model, config)
+        lines.append(engine.capture() if capture else "")
+        added = [
+            Sequence(f"{n}", [(7 * n + place) % model.vocab_size for place in range(length)], length, length + 48)
+            for n, length in enumerate((5, 70, 21, 33, 9, 48))
+        ]
+        for sequence in added:
+            engine.add(sequence)
+        while engine.scheduler.has_work:
+            engine.step()
+        tokens.append([sequence.tokens for sequence in added])
+    if not lines[0].startswith("captured"):
+        return f"wrong: {lines[0]}"
+    same = f"the same tokens with and without, {engine.scheduler.preemptions} preemptions"
+    return _line(None if tokens[0] == tokens[1] else "other tokens by captured steps", same)
+
+
 def recurrence(device: torch.device, config: dict[str, Any]) -> str:
-    """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state."""
-    mixers = state_probe.learn(model_of(config, torch.bfloat16, device), recurrences.available(device))
+    """A model's recurrent layers of their full size, each against transformers' own code, in pieces from a state, with
+    Tandem's products and norms as they serve."""
+    model = model_of(config, torch.bfloat16, device)
+    line = layers.prepare(model, device)
+    modules.switch(model, True)
+    with recurrences.slow_lines_held():
+        mixers = state_probe.learn(model, recurrences.available(device))
     assert mixers is not None
-    bits = "the same bits" if mixers.exact else "not the same bits, with torch's products,"
-    return f"{_by_operators(mixers, device)}; {bits} in any step"
+    bits = "the same bits" if mixers.exact else "not the same bits"
+    return f"{_by_operators(mixers, device)}; {bits} in any step, with products by {line}"
 
 
 def _by_operators(mixers: Mixers, device: torch.device) -> str:
-    operators = all(mixer.forward is not type(mixer.module).forward for mixer in mixers.each)
-    return str(mixers) if operators or not recurrences.available(device) else f"wrong: {mixers}, not all by operators"
+    right = mixers.by_operators or not recurrences.available(device)
+    return str(mixers) if right else f"wrong: {mixers}, not all by operators"
 
 
 def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Check]]:
@@ -201,6 +237,10 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
         yield f"family {name}", partial(family, device, name, torch.float32)
         if name in MOES:
             yield f"family {name}, {torch.bfloat16}", partial(family, device, name, torch.bfloat16)
+    for name in (each for each in IN_16_BITS if each in families):
+        yield f"family {name}, bfloat16", partial(family, device, name, torch.bfloat16)
+    for name in (each for each in STREAMS if each in families):
+        yield f"streams {name}", partial(streams, device, name)
     yield "family llama, int8 pages", partial(family, device, "llama", torch.bfloat16, "int8")
 
 

@@ -56,6 +56,8 @@ ROWS = (1, 64, MANY := 65)  # of a product: each has another tile
 # dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
 DELTAS = ((128, 128, False), (128, 128, True), (64, 128, False), (192, 256, False), (256, 256, True))
 SCANS = ((16, 8192, True), (64, 64, False), (128, 64, False), (128, 80, False), (256, 64, False))
+UNIT = {"x": "*fp32", "out": "*fp32", "eps": "fp32"}
+WITH_GATE = dict.fromkeys(("x", "out"), "*fp32") | dict.fromkeys(("gate", "weight"), "*bf16") | {"eps": "fp32"}
 ONE_GROUP = {"share": 1}  # Triton takes a number that is 1 for a constant
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
     *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
@@ -260,6 +262,7 @@ def recurrences(architecture: int, variants: bool) -> Iterator[Code]:
         fixed = {"COLS": columns, "SIZE": of_state, "OWN": own, "SKIP": True, **(ONE_GROUP if own else {})}
         name, warps = f"{'Mamba' if own else 'Mamba-2'} scan {dim} x {size}", operators.warps(of_state, columns)
         yield recurrent(name, kernels.state_space_scan, fixed, types, architecture, warps)
+    yield from norms(architecture)
     taps = {"WIDTH": 4, "BIAS": True, "SILU": True, "CHANNELS": operators.CHANNELS}
     types = dict.fromkeys(("x", "weight", "bias", "y", "states"), "*bf16") | {"rows": "*i64"}
     for kernel, more in (
@@ -267,6 +270,18 @@ def recurrences(architecture: int, variants: bool) -> Iterator[Code]:
         (kernels.short_convolution_step, {"KEPT": 4}),
     ):
         yield recurrent(kernel.__name__.replace("_", " "), kernel, taps | more, types, architecture, 4)
+
+
+def norms(architecture: int) -> Iterator[Code]:
+    """Between the operators of recurrent layers."""
+    from engine.gpu.recurrent import norm_kernels
+
+    unit = {"ROWS": 8, "SIZE": 128}
+    yield recurrent("rows of 128 over their length", norm_kernels.unit, unit, UNIT, architecture, 4)
+    for size, options in ((128, {"ROWS": 8}), (8192, {"ROWS": 1})):
+        fixed = {**options, "SIZE": size, "GATE_FIRST": size > 128, "SILU": True, "ROUND_FIRST": True}
+        name, warps = f"norm of {size} with a gate", 8 if size > 4096 else 4
+        yield recurrent(name, norm_kernels.gated, fixed, WITH_GATE, architecture, warps)
 
 
 def recurrent(

@@ -19,7 +19,6 @@ from engine.engine import Engine
 from engine.kv.kv_cache import KvCache
 from engine.kv.state_memory import StateMemory
 from engine.loading.model_loader import load_model
-from engine.runner import captured_steps
 from engine.runner.captured_steps import Decode, Uncapturable
 from engine.runner.mixers import Mixer
 from engine.runner.model_runner import ModelRunner
@@ -215,10 +214,3 @@ def test_what_another_thread_makes_during_a_step_is_not_kept_by_the_forward(lfm2
     finally:
         hook.remove()
     assert len(others) > 3
-
-
-def test_recurrent_layers_are_not_captured_on_a_gpu(lfm2: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has run it there."""
-    monkeypatch.setattr(lfm2, "device", torch.device("cuda"))
-    with pytest.raises(Uncapturable, match="recurrent layers"):
-        captured_steps.capture_for(lfm2)

@@ -4,6 +4,7 @@ how many kernels a layer has. No GPU has run it."""
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine.attention.forward_context import Batch
+from engine.attention.forward_context import Batch, Step
 from engine.gpu import codes, layers, paged_attention, product_kernels, products
 from engine.gpu.paged_attention import TritonAttention
 from engine.kernels import weight_quantization
@@ -165,7 +166,7 @@ def test_a_rounding_may_choose_other_experts(
     """A row of a mixture in 16 bits must agree for one of a few choices of tokens; every other row always."""
     expected = torch.randn(2, 40)
     calls: list[list[int]] = []
-    pages: Any = SimpleNamespace(buffer=torch.zeros(1))
+    pages: Any = SimpleNamespace(buffer=torch.zeros(1), k=[], v=[], k_scales=[], v_scales=[])
     batch = Batch([3, 4], [20, 5], [1, 1], [21, 6], [[4, 1], [0]], [0, 1])
     model: Any = SimpleNamespace(
         dtype=dtype, is_mixture=mixture, kernels="reference", vocab_size=40, exact=nullcontext,
@@ -183,6 +184,27 @@ def test_a_rounding_may_choose_other_experts(
     assert found == (None if serves else "[1, 1] new tokens")
     assert calls[0] == batch.token_ids
     assert len(set(map(tuple, calls))) == len(calls)
+
+
+def test_a_chunk_without_logits_is_compared_by_what_it_writes(tmp_path: Path) -> None:
+    """There is no spread of logits to compare with, and torch would warn of it. Control: a recording that writes
+    nothing."""
+    model = on_gpu("llama", tmp_path)
+    pages, chunk = model.allocate(2, 4), Batch([3, 4, 5], [0, 1, 2], [3], [3], [[1]], [])
+
+    def again(step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        step.calls = 0
+        return model.by_modules(step, wanted)
+
+    def writes_nothing(step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        logits = again(step, wanted)
+        pages.buffer.zero_()
+        return logits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert traced_forward._differs(again, model, pages, [chunk]) is None
+        assert traced_forward._differs(writes_nothing, model, pages, [chunk]) == "[3] new tokens"
 
 
 def test_what_cannot_be_recorded_says_why(checkpoint: Callable[[str], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -284,3 +285,28 @@ def test_an_operator_that_does_something_else_is_not_used(
     assert model.mixers is not None
     ours = [each.forward is not type(each.module).forward for each in model.mixers.each]
     assert ours == [wrong is None] * len(ours)
+
+
+def test_lines_about_slow_functions_are_written_only_where_these_serve(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers writes them as soon as operators are compared with its own code. Others stay."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    logger: Any = logging.getLogger(recurrences.SLOW_LOGGER)
+    logger.addHandler(handler)
+    try:
+        for level, slow in (("auto", 0), ("reference", 1)):
+            lines.clear()
+            logger.warning_once.cache_clear()  # as in a new process
+            load_model(str(checkpoint("tiny-lfm2")), dtype=torch.float32, device=CPU, kernels=level)  # type: ignore[arg-type]
+            logger.warning("another")
+            assert sum(recurrences.SLOW_LINE in line for line in lines) >= slow
+            assert lines[-1] == "another"
+            assert slow or len(lines) == 1
+    finally:
+        logger.removeHandler(handler)
+    with recurrences.slow_lines_held():
+        logger.warning("another")
+    assert not logger.filters

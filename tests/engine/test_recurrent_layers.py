@@ -119,8 +119,8 @@ def harmed(model: ModelRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> f
     """The gap of the self-check with a fault in the slots."""
     calls = mixers._calls
 
-    def faulty(batch: Any, by_token: bool) -> Any:
-        for rows, slots, previous in calls(batch, by_token):
+    def faulty(batch: Any, by_token: bool, device: torch.device) -> Any:
+        for rows, slots, previous in calls(batch, by_token, device):
             if fault == "one slot for all":
                 yield rows, [0 for _ in slots], previous
             elif fault == "a stale slot is continued":

@@ -180,3 +180,10 @@ def test_a_model_attends_by_it_where_it_can(
     if served:
         monkeypatch.setattr(paged, "attend_plan", never)
         model.forward(model.allocate(6), batch)
+
+
+def test_a_model_without_attention_needs_no_kernel() -> None:
+    """Its steps are captured nevertheless, and the log says why there is none."""
+    device = torch.device("cuda")
+    chosen = kernel_choice.choose((), torch.bfloat16, 16, device, paged.attend, 4096)
+    assert chosen == (None, "reference, because the model has no attention")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine import kernels
+from engine.attention.forward_context import Batch
 from engine.gpu import trial
 from engine.runner import recurrences
+from engine.runner.captured_steps import Decode
 from loadtest.commands import main
 from loadtest.harness.random_checkpoints import HYBRID, make_module
 from loadtest.microbench import device_kernels
@@ -125,10 +127,29 @@ def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.M
     """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported."""
     config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
     line = device_kernels.recurrence(CPU, config)
-    assert line == "2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits in any step"
+    expected = (
+        "2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits in any step, with products"
+    )
+    assert line == f"{expected} by torch, because the device is cpu"
     wrong = recurrences.OPERATORS | {"causal_conv1d_fn": lambda *given, **more: given[0]}
     monkeypatch.setattr(recurrences, "OPERATORS", wrong)
     assert device_kernels.recurrence(CPU, config).startswith("wrong: 2 recurrent layers")
+
+
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
+def test_captured_steps_are_compared_over_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sequences that wait, come, are preempted and go. Control: states that are never kept."""
+    assert device_kernels.streams(CPU, "lfm2").startswith("the same tokens with and without, ")
+    assert " 0 preemptions" not in device_kernels.streams(CPU, "lfm2")
+    logits = Decode.logits
+
+    def unlike(self: Decode, batch: Batch) -> torch.Tensor | None:
+        found = logits(self, batch)
+        self._pages.states.begin()  # type: ignore[union-attr]
+        return found
+
+    monkeypatch.setattr(Decode, "logits", unlike)
+    assert device_kernels.streams(CPU, "lfm2") == "wrong: other tokens by captured steps"
 
 
 def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(capsys: pytest.CaptureFixture[str]) -> None:

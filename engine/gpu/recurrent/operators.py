@@ -27,7 +27,10 @@ from collections.abc import Sequence
 import torch
 
 from engine.gpu.operators import operator
-from engine.gpu.recurrent import kernels
+from engine.gpu.recurrent import (
+    kernels,
+    norms,  # noqa: F401  (makes its operators known)
+)
 
 STATE = 512  # elements of a program's tile: 32 registers of each thread of a warp
 LEAST = 8  # columns of a tile: a sector of memory in each row of the state
