@@ -72,8 +72,9 @@ def bent(x, softcap):
 @triton.jit(do_not_specialize=["table_row", "t_part"])  # they differ from step to step
 def attend(
     query,
+    turned,  # LATENT: the rotated parts of the queries; those in `query` are absorbed
     k_pages,
-    v_pages,
+    v_pages,  # LATENT: the rotated keys; the values are the latents in `k_pages`
     k_scales,
     v_scales,
     out,  # PARALLEL: weighted values of each part, float32 [parts, tiles, heads, d]; otherwise [total, heads, d]
@@ -87,6 +88,8 @@ def attend(
     tile_query,
     q_token,  # strides from here on
     q_head,
+    r_token,
+    r_head,
     k_block,
     k_slot,
     k_head,
@@ -108,13 +111,15 @@ def attend(
     scaling,
     softcap,
     span,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # of a KV head
+    GROUP: tl.constexpr,  # of a tile
     BLOCK: tl.constexpr,
     K_DIM: tl.constexpr,
     K_PAD: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
+    R_DIM: tl.constexpr,
+    R_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     REACH: tl.constexpr,
@@ -122,21 +127,27 @@ def attend(
     SCALED: tl.constexpr,
     FP8: tl.constexpr,  # pages of bytes: not every architecture converts e4m3
     EXACT: tl.constexpr,
+    LATENT: tl.constexpr,
     ROWS: tl.constexpr,
     SINKS: tl.constexpr,
     PARALLEL: tl.constexpr,
 ):
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, part = tl.program_id(0), tl.program_id(2)
+    kv_head, group = tl.program_id(1) // tl.cdiv(HEADS, GROUP), tl.program_id(1) % tl.cdiv(HEADS, GROUP)
     sequence, first_query = tl.load(tile_sequence + tile), tl.load(tile_query + tile)
     start, context = tl.load(starts + sequence), tl.load(contexts + sequence)
     count = tl.load(starts + sequence + 1) - start  # queries of the sequence
     row, k_at, v_at = tl.arange(0, ROWS), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
-    number, head = first_query + row // GROUP, kv_head * HEADS + row % GROUP
-    here = (number < count) & (row % GROUP < HEADS)
+    number, of_kv_head = first_query + row // GROUP, group * GROUP + row % GROUP
+    head, here = kv_head * HEADS + of_kv_head, (number < count) & (of_kv_head < HEADS)
     position = context - count + number
     token = (start + number)[:, None].to(tl.int64)
     of_head = head[:, None] * q_head + k_at[None, :]
     q = tl.load(query + token * q_token + of_head, mask=here[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+    if LATENT:
+        r_at = tl.arange(0, R_PAD)
+        turned_at = token * r_token + head[:, None] * r_head + r_at[None, :]
+        q_turned = tl.load(turned + turned_at, mask=here[:, None] & (r_at < R_DIM)[None, :], other=0.0)
     first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
     end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
     begin_part, end_part = low // SPLIT, tl.cdiv(end, SPLIT)
@@ -153,13 +164,25 @@ def attend(
             used = key < end
             block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
             slot = key % BLOCK
-            k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
-            keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
-            v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
-            taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
+            if LATENT:
+                r_place = block[None, :] * v_block + slot[None, :] * v_slot + kv_head * v_head + r_at[:, None]
+                rotated = tl.load(v_pages + r_place, mask=used[None, :] & (r_at < R_DIM)[:, None], other=0.0)
+                k_place = block[:, None] * k_block + slot[:, None] * k_slot + kv_head * k_head + k_at[None, :]
+                taken = tl.load(k_pages + k_place, mask=used[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+                keys = tl.trans(taken)
+            else:
+                k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
+                keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
+                v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
+                taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
             logits = product(q, widened(keys, FP8), EXACT)
             if SCALED:
                 logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+            if LATENT:
+                beside = product(q_turned, widened(rotated, FP8), EXACT)
+                if SCALED:
+                    beside = scaled(beside, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
+                logits += beside
             logits = logits * scaling
             if SOFTCAP:
                 logits = bent(logits, softcap)
@@ -169,7 +192,9 @@ def attend(
             safe = tl.where(new == float("-inf"), 0.0, new)
             weights, before = tl.exp2(logits - safe[:, None]), tl.exp2(part_top - safe)
             part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
-            if SCALED:
+            if SCALED and LATENT:
+                weights = scaled(weights, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+            if SCALED and not LATENT:
                 weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
             taken = widened(taken, FP8)
             part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,14 +87,18 @@ def _differs(layer: nn.Module, dtype: torch.dtype, k: int) -> str | None:
     device = next(layer.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(ROWS[-1], k, generator=generator, device=device).to(dtype)
-    expected = layer(x).float()
-    found = multiply(layer, x)
+    return wrong_rows(partial(multiply, layer), x, layer(x).float())
+
+
+def wrong_rows(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """What is wrong with the product of `x`, ROWS[-1] rows of any shape, or with its bits among other rows."""
+    found = multiply(x)
     gap = ((found.float() - expected).abs().max() / expected.square().mean().sqrt()).item()
-    if not gap <= GAP[dtype]:  # also for NaN
+    if not gap <= GAP[x.dtype]:  # also for NaN
         return f"differs from torch's by {gap:.2g}"
     for rows in ROWS:
         for turn in (0, TURN):
-            again = multiply(layer, x[:rows].roll(turn, 0)).roll(-turn, 0)
+            again = multiply(x[:rows].roll(turn, 0)).roll(-turn, 0)
             if not torch.equal(again, found[:rows]):
                 return f"gives a row other bits among {rows}"
     return None
