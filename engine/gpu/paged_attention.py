@@ -61,7 +61,7 @@ class Tiling:
             rows_of_one=max(LEAST_DOT, padded_group(facts)),
             rows=most_rows(facts),
             keys=32 if facts.latent and large > 256 and not wide else keys,  # a latent is loaded once, as key and value
-            warps_of_one=4 if large <= 256 else 8,
+            warps_of_one=8 if facts.latent or large > 256 else 4,  # latents fill the rows of a tile
             warps=8,
             stages=3 if large <= 128 else 1 if large > 256 and wide else 2,
         )

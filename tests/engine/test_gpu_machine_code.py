@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 TIGHT = """
 import torch
-from loadtest.microbench.machine_code import attention, product
+from loadtest.microbench.machine_code import attention, latents, product
 for code in (
     product(80, 4096, 4096, few=False),
     product(100, 4096, 4096, few=False, several=True),
@@ -25,6 +25,9 @@ for code in (
     attention(89, 512, single=False, dtype=torch.float32),
     attention(90, 256, single=True, dtype=torch.float32),
     attention(80, 128, single=False, kept="fp8"),
+    latents(100, 512, 64, single=True, kept="fp8"),
+    latents(80, 512, 64, single=False, kept="int8"),
+    latents(89, 512, 64, single=False, dtype=torch.float32),
 ):
     print(code.kernel, code.architecture, code.problem)
 """
@@ -48,7 +51,8 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     """Every kernel for Hopper, of the most common head size; the command checks other sizes and architectures."""
     done = compiling("-m", "loadtest", "machine-code", "--architectures", "90", "--dims", "128", "--no-variants")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("attend 128") == 2
+    assert done.stdout.count("attend 128") == done.stdout.count("attend latents 512 + 64") == 2
+    assert done.stdout.count("each head") == 4
     assert done.stdout.count("product 4096 x 4096") == 4  # and of several layers
     assert done.stdout.count("place_heads") == done.stdout.count("rotate") == 1
     assert done.stdout.count("gated") == 2  # gates, and the delta rule
@@ -58,10 +62,13 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
 
 def test_the_tightest_tiles_fit() -> None:
     """A product on Ampere, several layers' with a bias on Blackwell, the largest heads with least shared memory,
-    float32 without tensor cores, and fp8 pages where the processor has no fp8."""
+    float32 without tensor cores, fp8 pages where the processor has no fp8, and quantised latents."""
     done = compiling("-c", TIGHT)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["80", "100", "89", "89", "90", "80"], done.stdout
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == [
+        *("80", "100", "89", "89", "90", "80"),
+        *("100", "80", "89"),
+    ], done.stdout
 
 
 @pytest.mark.parametrize(
