@@ -25,6 +25,13 @@ def first_visible(position, span, REACH: tl.constexpr):
 
 
 @triton.jit
+def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """A softmax sum before the first key."""
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return top, total, tl.zeros([ROWS, SIZE], tl.float32)
+
+
+@triton.jit
 def merged(top, total, values, other_top, other_total, other_values):
     """Two softmax sums as one: maximum of the logits `[rows]`, sum `[rows]`, weighted values `[rows, d]`."""
     new = tl.maximum(top, other_top)
@@ -62,11 +69,70 @@ def scaled(x, scales, block, slot, used, by_block, by_slot):
 
 
 @triton.jit
+def of_rows(x, token, head, here, at, by_token, by_head, DIM: tl.constexpr):
+    """`[rows, d]`: elements `at` of each row's head."""
+    place = token * by_token + head[:, None] * by_head + at[None, :]
+    return tl.load(x + place, mask=here[:, None] & (at < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def of_keys(pages, block, slot, used, at, by_block, by_slot, DIM: tl.constexpr):
+    """`[keys, d]`: elements `at` of each key or value of a head."""
+    place = block[:, None] * by_block + slot[:, None] * by_slot + at[None, :]
+    return tl.load(pages + place, mask=used[:, None] & (at < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def of_keys_turned(pages, block, slot, used, at, by_block, by_slot, DIM: tl.constexpr):
+    """`[d, keys]`."""
+    place = block[None, :] * by_block + slot[None, :] * by_slot + at[:, None]
+    return tl.load(pages + place, mask=used[None, :] & (at < DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def logits_of(
+    q,
+    keys,
+    scales,
+    block,
+    slot,
+    used,
+    by_block,
+    by_slot,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """`q [rows, d]` times `keys [d, keys]`, as they are or quantised."""
+    x = product(q, widened(keys, FP8), EXACT)
+    if SCALED:
+        x = scaled(x, scales, block, slot, used, by_block, by_slot)
+    return x
+
+
+@triton.jit
+def weighed(logits, top):
+    """The new maximum of a softmax sum, the weights of these logits, and the factor of what was summed before."""
+    new = tl.maximum(top, tl.max(logits, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    return new, tl.exp2(logits - safe[:, None]), tl.exp2(top - safe)
+
+
+@triton.jit
 def bent(x, softcap):
     """softcap * tanh(x / softcap)."""
     small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x / softcap))
     tanh = (1.0 - small) / (1.0 + small)  # of the absolute value
     return tl.where(x < 0, -tanh, tanh) * softcap
+
+
+@triton.jit
+def seen(logits, softcap, key, position, first, used, SOFTCAP: tl.constexpr):
+    """The logits in base 2 of the keys that each row sees."""
+    if SOFTCAP:
+        logits = bent(logits, softcap)
+    here = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
+    return tl.where(here, logits * 1.4426950408889634, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["table_row", "t_part"])  # they differ from step to step
@@ -142,22 +208,20 @@ def attend(
     head, here = kv_head * HEADS + of_kv_head, (number < count) & (of_kv_head < HEADS)
     position = context - count + number
     token = (start + number)[:, None].to(tl.int64)
-    of_head = head[:, None] * q_head + k_at[None, :]
-    q = tl.load(query + token * q_token + of_head, mask=here[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+    q = of_rows(query, token, head, here, k_at, q_token, q_head, K_DIM)
+    k_pages, v_pages = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    k_scales, v_scales = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
     if LATENT:
         r_at = tl.arange(0, R_PAD)
-        turned_at = token * r_token + head[:, None] * r_head + r_at[None, :]
-        q_turned = tl.load(turned + turned_at, mask=here[:, None] & (r_at < R_DIM)[None, :], other=0.0)
+        r = of_rows(turned, token, head, here, r_at, r_token, r_head, R_DIM)
     first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
     end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
     begin_part, end_part = low // SPLIT, tl.cdiv(end, SPLIT)
     if PARALLEL:
         begin_part, end_part = part, part + 1
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    values = tl.zeros([ROWS, V_PAD], tl.float32)
+    top, total, values = nothing(ROWS, V_PAD)
     for number_of_part in range(begin_part, end_part):
-        part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-        part_values = tl.zeros([ROWS, V_PAD], tl.float32)
+        part_top, part_total, part_values = nothing(ROWS, V_PAD)
         begin = tl.maximum(number_of_part * SPLIT, low // TILE * TILE)
         for at in range(begin, tl.minimum(number_of_part * SPLIT + SPLIT, end), TILE):
             key = at + tl.arange(0, TILE)
@@ -165,39 +229,23 @@ def attend(
             block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
             slot = key % BLOCK
             if LATENT:
-                r_place = block[None, :] * v_block + slot[None, :] * v_slot + kv_head * v_head + r_at[:, None]
-                rotated = tl.load(v_pages + r_place, mask=used[None, :] & (r_at < R_DIM)[:, None], other=0.0)
-                k_place = block[:, None] * k_block + slot[:, None] * k_slot + kv_head * k_head + k_at[None, :]
-                taken = tl.load(k_pages + k_place, mask=used[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+                rotated = of_keys_turned(v_pages, block, slot, used, r_at, v_block, v_slot, R_DIM)
+                taken = of_keys(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
                 keys = tl.trans(taken)
             else:
-                k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
-                keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
-                v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
-                taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
-            logits = product(q, widened(keys, FP8), EXACT)
-            if SCALED:
-                logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+                keys = of_keys_turned(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
+                taken = of_keys(v_pages, block, slot, used, v_at, v_block, v_slot, V_DIM)
+            logits = logits_of(q, keys, k_scales, block, slot, used, ks_block, ks_slot, SCALED, FP8, EXACT)
             if LATENT:
-                beside = product(q_turned, widened(rotated, FP8), EXACT)
-                if SCALED:
-                    beside = scaled(beside, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
-                logits += beside
-            logits = logits * scaling
-            if SOFTCAP:
-                logits = bent(logits, softcap)
-            seen = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
-            logits = tl.where(seen, logits * 1.4426950408889634, float("-inf"))
-            new = tl.maximum(part_top, tl.max(logits, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            weights, before = tl.exp2(logits - safe[:, None]), tl.exp2(part_top - safe)
+                logits += logits_of(r, rotated, v_scales, block, slot, used, vs_block, vs_slot, SCALED, FP8, EXACT)
+            logits = seen(logits * scaling, softcap, key, position, first, used, SOFTCAP)
+            new, weights, before = weighed(logits, part_top)
             part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
             if SCALED and LATENT:
-                weights = scaled(weights, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
-            if SCALED and not LATENT:
-                weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
-            taken = widened(taken, FP8)
-            part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
+                weights = scaled(weights, k_scales, block, slot, used, ks_block, ks_slot)
+            elif SCALED:
+                weights = scaled(weights, v_scales, block, slot, used, vs_block, vs_slot)
+            part_values = part_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
         top, total, values = merged(top, total, values, part_top, part_total, part_values)
     if PARALLEL:
         place, kept = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
@@ -243,8 +291,7 @@ def merge(
     low = first_visible(context - 1, span, REACH)
     one, v_at = tl.arange(0, 1), tl.arange(0, V_PAD)
     there = (v_at < V_DIM)[None, :]
-    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    row = tl.zeros([1, V_PAD], tl.float32)
+    top, total, row = nothing(1, V_PAD)
     for part in range(low // SPLIT, tl.cdiv(context, SPLIT)):
         kept = part * t_part + tile * t_tile + head + one
         place = part * p_part + tile.to(tl.int64) * p_tile + head * p_head

@@ -219,11 +219,11 @@ def make_adapter(
     return Path(folder)
 
 
-def make_module(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
+def make_module(shape: str, dtype: torch.dtype, device: torch.device, **changes: Any) -> Any:
     """The model of a shape with random weights, made on the device: nothing passes through the host or a file."""
     auto: Any = AutoModelForCausalLM
     with device:
-        return auto.from_config(_config(shape, {}), dtype=dtype, attn_implementation="eager").eval()
+        return auto.from_config(_config(shape, changes), dtype=dtype, attn_implementation="eager").eval()
 
 
 def _config(shape: str, changes: dict[str, Any]) -> PreTrainedConfig:
