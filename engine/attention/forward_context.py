@@ -33,6 +33,10 @@ class CudaKernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def absorbed(self) -> Any:
+        """What a product makes of latents, if it reads pages of them: engine.attention.mla.Expanded, or None."""
+
     def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
         """Why it cannot serve this attention call over pages of `dtype`; None if it can."""
 
@@ -45,6 +49,7 @@ class CudaKernel(Protocol):
         step: Step,
         facts: CallFacts,
         sinks: torch.Tensor | None,
+        weight: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `engine.attention.paged.attend`."""
 

@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from engine import kernels
 from engine.attention.forward_context import Scales, Step, current_step
-from engine.attention.mla import Expander, expander
+from engine.attention.mla import Expander, expander, expansion
 from engine.attention.selection import chosen
 from engine.kv.kv_cache_spec import (
     CallFacts,
@@ -68,10 +68,10 @@ def paged_attention(
     assert facts.indexed == (indices is not None), f"attention call {call} differs from what the probe saw"
     write(k_pages, k_scales, key[0].transpose(0, 1), step)
     write(v_pages, v_scales, value[0].transpose(0, 1), step)
-    expand = expander(module) if facts.latent else None
+    expand, weight = (expander(module), expansion(module)) if facts.latent else (None, None)
     scales = (k_scales, v_scales)
     q = query[0].transpose(0, 1)
-    out = attend(q, k_pages, v_pages, scales, step, facts, sinks=s_aux, expand=expand, indices=indices)
+    out = attend(q, k_pages, v_pages, scales, step, facts, sinks=s_aux, expand=expand, weight=weight, indices=indices)
     return out.unsqueeze(0), None
 
 
@@ -104,20 +104,22 @@ def attend(
     *,
     sinks: torch.Tensor | None = None,
     expand: Expander | None = None,
+    weight: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends packed queries over their contexts in pages.
 
     `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `scales` of
-    quantised K and V; `sinks [heads]` are the logits of attention sinks; `indices [1, total, n]` the positions
-    that each query sees, None for all. Returns `[total, heads, v_dim]`.
+    quantised K and V; `sinks [heads]` are the logits of attention sinks; `weight` that of `expand`, if it is
+    one product; `indices [1, total, n]` the positions that each query sees, None for all. Returns `[total, heads,
+    v_dim]`.
     """
     fits = indices is None and (query.dtype == k_pages.dtype or scales[0] is not None)
     if step.compiled and fits and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
     kernel = step.cuda_kernel if fits else None
     if kernel is not None and kernel.refusal(facts, k_pages.dtype, k_pages.shape[1]) is None:
-        return kernel.attend(query, k_pages, v_pages, scales, step, facts, sinks)
+        return kernel.attend(query, k_pages, v_pages, scales, step, facts, sinks, weight)
     outs = [
         attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand, indices)
         for plan in plans(step, facts.reach)

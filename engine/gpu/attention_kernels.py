@@ -1,6 +1,6 @@
 """The Triton kernels of engine/gpu/paged_attention.py, which has the order of their sums.
 
-Logits are in base 2, where exp2 is one instruction. Not yet run on a GPU.
+Logits are in base 2, where exp2 is one instruction.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ def first_visible(position, span, REACH: tl.constexpr):
 
 
 @triton.jit
+def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """A softmax sum before the first key."""
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return top, total, tl.zeros([ROWS, SIZE], tl.float32)
+
+
+@triton.jit
 def merged(top, total, values, other_top, other_total, other_values):
     """Two softmax sums as one: maximum of the logits `[rows]`, sum `[rows]`, weighted values `[rows, d]`."""
     new = tl.maximum(top, other_top)
@@ -37,7 +44,7 @@ def merged(top, total, values, other_top, other_total, other_values):
 @triton.jit
 def with_sinks(top, total, values, sinks, head, here):
     """A sink takes part in the sum and adds no value."""
-    sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
+    sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * LOG2_E
     return merged(top, total, values, sink, sink * 0.0 + 1.0, values * 0.0)
 
 
@@ -63,24 +70,92 @@ def scaled(x, scales, block, slot, used, by_block, by_slot):
 
 
 @triton.jit
+def of_rows(x, token, head, here, at, by_token, by_head, DIM: tl.constexpr):
+    """`[rows, d]`: elements `at` of each row's head."""
+    place = token * by_token + head[:, None] * by_head + at[None, :]
+    return tl.load(x + place, mask=here[:, None] & (at < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def of_keys(pages, block, slot, used, at, by_block, by_slot, DIM: tl.constexpr):
+    """`[keys, d]`: elements `at` of each key or value of a head."""
+    place = block[:, None] * by_block + slot[:, None] * by_slot + at[None, :]
+    return tl.load(pages + place, mask=used[:, None] & (at < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def of_keys_turned(pages, block, slot, at, by_block, by_slot, DIM: tl.constexpr):
+    """`[d, keys]`. Those beyond the last key are of block 0, which is memory of ours; `hidden` hides their logits."""
+    place = block[None, :] * by_block + slot[None, :] * by_slot + at[:, None]
+    return tl.load(pages + place, mask=(at < DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def logits_of(
+    q,
+    keys,
+    scales,
+    block,
+    slot,
+    used,
+    by_block,
+    by_slot,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """`q [rows, d]` times `keys [d, keys]`, as they are or quantised."""
+    x = product(q, widened(keys, FP8), EXACT)
+    if SCALED:
+        x = scaled(x, scales, block, slot, used, by_block, by_slot)
+    return x
+
+
+@triton.jit
+def weighed(logits, factor, top):
+    """The new maximum of a softmax sum, the weights of these logits times `factor`, and that of what was summed
+    before."""
+    new = tl.maximum(top, tl.max(logits, 1) * factor)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    return new, tl.exp2(tl.fma(logits, factor, -safe[:, None])), tl.exp2(top - safe)
+
+
+@triton.jit
+def with_part(kept, there, top, total, part_top, part_total, part_values, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of a row's earlier parts, whose values are `kept` if they are `there`, and of one more."""
+    earlier = tl.zeros([ROWS, SIZE], tl.float32)
+    if there:
+        earlier = tl.load(kept)
+    return merged(top, total, earlier, part_top, part_total, part_values)
+
+
+@triton.jit
 def bent(x, softcap):
     """softcap * tanh(x / softcap)."""
-    small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x / softcap))
+    small = tl.exp2(tl.abs(x / softcap) * (-2.0 * LOG2_E))
     tanh = (1.0 - small) / (1.0 + small)  # of the absolute value
     return tl.where(x < 0, -tanh, tanh) * softcap
+
+
+@triton.jit
+def hidden(logits, key, position, first, used):
+    """The logits of keys that a row does not see are -inf."""
+    seen = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
+    return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["table_row", "t_part"])  # they differ from step to step
 def attend(
     query,
+    turned,  # LATENT: the rotated parts of the queries; those in `query` are absorbed
     k_pages,
-    v_pages,
+    v_pages,  # LATENT: the rotated keys; the values are the latents in `k_pages`
     k_scales,
     v_scales,
     out,  # PARALLEL: weighted values of each part, float32 [parts, tiles, heads, d]; otherwise [total, heads, d]
     tops,  # PARALLEL: maximum of each part's logits, [parts, tiles, heads]
     sums,  # likewise
-    kept,  # not PARALLEL: weighted values of the parts so far, float32 [tiles, kv_heads, ROWS, V_PAD]
+    kept,  # not PARALLEL: weighted values of the parts so far, float32 [tiles, groups of heads, ROWS, V_PAD]
     sinks,
     starts,
     contexts,
@@ -89,6 +164,8 @@ def attend(
     tile_query,
     q_token,  # strides from here on
     q_head,
+    r_token,
+    r_head,
     k_block,
     k_slot,
     k_head,
@@ -110,13 +187,15 @@ def attend(
     scaling,
     softcap,
     span,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # of a KV head
+    GROUP: tl.constexpr,  # of a tile
     BLOCK: tl.constexpr,
     K_DIM: tl.constexpr,
     K_PAD: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
+    R_DIM: tl.constexpr,
+    R_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     REACH: tl.constexpr,
@@ -124,21 +203,27 @@ def attend(
     SCALED: tl.constexpr,
     FP8: tl.constexpr,  # pages of bytes: not every architecture converts e4m3
     EXACT: tl.constexpr,
+    LATENT: tl.constexpr,
     ROWS: tl.constexpr,
     SINKS: tl.constexpr,
     PARALLEL: tl.constexpr,
 ):
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, part = tl.program_id(0), tl.program_id(2)
+    kv_head, group = tl.program_id(1) // tl.cdiv(HEADS, GROUP), tl.program_id(1) % tl.cdiv(HEADS, GROUP)
     sequence, first_query = tl.load(tile_sequence + tile), tl.load(tile_query + tile)
     start, context = tl.load(starts + sequence), tl.load(contexts + sequence)
     count = tl.load(starts + sequence + 1) - start  # queries of the sequence
     row, k_at, v_at = tl.arange(0, ROWS), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
-    number, head = first_query + row // GROUP, kv_head * HEADS + row % GROUP
-    here = (number < count) & (row % GROUP < HEADS)
+    number, of_kv_head = first_query + row // GROUP, group * GROUP + row % GROUP
+    head, here = kv_head * HEADS + of_kv_head, (number < count) & (of_kv_head < HEADS)
     position = context - count + number
     token = (start + number)[:, None].to(tl.int64)
-    of_head = head[:, None] * q_head + k_at[None, :]
-    q = tl.load(query + token * q_token + of_head, mask=here[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+    q = of_rows(query, token, head, here, k_at, q_token, q_head, K_DIM)
+    k_pages, v_pages = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    k_scales, v_scales = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
+    if LATENT:
+        r_at = tl.arange(0, R_PAD)
+        r = of_rows(turned, token, head, here, r_at, r_token, r_head, R_DIM)
     first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
     end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
     # Keys that all rows see need no mask: from `all_first` on, and up to the position of the first row.
@@ -147,72 +232,61 @@ def attend(
     if PARALLEL:
         begin, stop = tl.maximum(begin, part * SPLIT), tl.minimum(end, part * SPLIT + SPLIT)
     second_part = (begin // SPLIT + 1) * SPLIT  # where it begins
-    mine = here[:, None] & (v_at < V_DIM)[None, :]
-    program = tile.to(tl.int64) * tl.num_programs(1) + kv_head
+    program = tile.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     kept_at = kept + program * ROWS * V_PAD + (row[:, None] * V_PAD + v_at[None, :])
-    factor = scaling * LOG2_E
-    if SOFTCAP:
-        factor = LOG2_E
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    part_top, part_total, part_values = top, total, tl.zeros([ROWS, V_PAD], tl.float32)
+    factor = LOG2_E if SOFTCAP else scaling * LOG2_E
+    top, total, part_values = nothing(ROWS, V_PAD)
+    part_top, part_total = top, total
     for at in range(begin, stop, TILE):
         if not PARALLEL:  # noqa: SIM102 - decided when it is compiled
             # A part has ended; registers hold the values of one. Between this store and the next load, which other
             # threads may do, each round has a barrier, because keys and values go through shared memory. A barrier here
             # would end Triton's pipelining.
             if (at % SPLIT == 0) & (at > begin):
-                earlier = tl.zeros([ROWS, V_PAD], tl.float32)
-                if at > second_part:
-                    earlier = tl.load(kept_at)
-                top, total, so_far = merged(top, total, earlier, part_top, part_total, part_values)
+                there = at > second_part
+                top, total, so_far = with_part(
+                    kept_at, there, top, total, part_top, part_total, part_values, ROWS, V_PAD
+                )
                 tl.store(kept_at, so_far)
-                part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-                part_values = tl.zeros([ROWS, V_PAD], tl.float32)
+                part_top, part_total, part_values = nothing(ROWS, V_PAD)
         key = at + tl.arange(0, TILE)
         used = key < end
         block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
         slot = key % BLOCK
-        k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
-        # Keys beyond the last are those of block 0, which is memory of ours; the mask below hides them.
-        keys = tl.load(k_pages + k_place, mask=(k_at < K_DIM)[:, None], other=0.0)
-        v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
-        taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
-        logits = product(q, widened(keys, FP8), EXACT)
-        if SCALED:
-            logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+        if LATENT:
+            rotated = of_keys_turned(v_pages, block, slot, r_at, v_block, v_slot, R_DIM)
+            taken = of_keys(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
+            keys = tl.trans(taken)
+        else:
+            keys = of_keys_turned(k_pages, block, slot, k_at, k_block, k_slot, K_DIM)
+            taken = of_keys(v_pages, block, slot, used, v_at, v_block, v_slot, V_DIM)
+        logits = logits_of(q, keys, k_scales, block, slot, used, ks_block, ks_slot, SCALED, FP8, EXACT)
+        if LATENT:
+            logits += logits_of(r, rotated, v_scales, block, slot, used, vs_block, vs_slot, SCALED, FP8, EXACT)
         if SOFTCAP:
             logits = bent(logits * scaling, softcap)
         if (at < all_first) | (at + TILE - 1 > all_last):
-            seen = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
-            logits = tl.where(seen, logits, float("-inf"))
-        new = tl.maximum(part_top, tl.max(logits, 1) * factor)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(tl.fma(logits, factor, -safe[:, None]))
-        before = tl.exp2(part_top - safe)
+            logits = hidden(logits, key, position, first, used)
+        new, weights, before = weighed(logits, factor, part_top)
         part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
-        if SCALED:
-            weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
-        taken = widened(taken, FP8)
-        part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
-    values = part_values
-    if PARALLEL:
-        top, total = part_top, part_total
-    else:
-        earlier = tl.zeros([ROWS, V_PAD], tl.float32)
-        if stop > second_part:
-            earlier = tl.load(kept_at)
-        top, total, values = merged(top, total, earlier, part_top, part_total, part_values)
+        if SCALED and LATENT:
+            weights = scaled(weights, k_scales, block, slot, used, ks_block, ks_slot)
+        elif SCALED:
+            weights = scaled(weights, v_scales, block, slot, used, vs_block, vs_slot)
+        part_values = part_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
     if PARALLEL:
         place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
-        tl.store(tops + of_part, top, mask=here)
-        tl.store(sums + of_part, total, mask=here)
+        tl.store(tops + of_part, part_top, mask=here)
+        tl.store(sums + of_part, part_total, mask=here)
+        values = part_values
     else:
-        place = token * o_token
+        place, there = token * o_token, stop > second_part
+        top, total, values = with_part(kept_at, there, top, total, part_top, part_total, part_values, ROWS, V_PAD)
         if SINKS:
             top, total, values = with_sinks(top, total, values, sinks, head, here)
         values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + place + head[:, None] * o_head + v_at[None, :]
-    tl.store(where, values.to(out.dtype.element_ty), mask=mine)
+    tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["t_part"])
@@ -246,8 +320,7 @@ def merge(
     low = first_visible(context - 1, span, REACH)
     one, v_at = tl.arange(0, 1), tl.arange(0, V_PAD)
     there = (v_at < V_DIM)[None, :]
-    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    row = tl.zeros([1, V_PAD], tl.float32)
+    top, total, row = nothing(1, V_PAD)
     for part in range(low // SPLIT, tl.cdiv(context, SPLIT)):
         kept = part * t_part + tile * t_tile + head + one
         place = part * p_part + tile.to(tl.int64) * p_tile + head * p_head

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from engine.attention.forward_context import Batch, CudaKernel, Step
+from engine.attention.mla import Expanded, Expander, expander_of
 from engine.gpu import varlen
 from engine.gpu.varlen import Varlen
 from engine.kernels import REFERENCE
@@ -26,14 +27,14 @@ NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong ke
 Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
 
 
-def candidates(device: torch.device, max_model_len: int) -> Iterator[CudaKernel]:
+def candidates(device: torch.device, max_model_len: int, absorbed: Expanded | None) -> Iterator[CudaKernel]:
     """Tandem's own kernels first: they serve every reach, head size and KV dtype, in blocks of any size."""
     if device.type != "cuda":
         return
     if importlib.util.find_spec("triton") is not None:
         from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
 
-        yield TritonAttention(max_model_len)
+        yield TritonAttention(max_model_len, absorbed)
     if (kernel := varlen.available(device)) is not None:
         yield kernel
 
@@ -46,13 +47,14 @@ def choose(
     reference: Reference,
     max_model_len: int,
     kept: torch.dtype | None = None,
+    absorbed: Expanded | None = None,
 ) -> tuple[CudaKernel | None, str]:
     """The implementation for a model's attention on this device, and a log line with the reason. `kept`: the type of
-    quantised elements in pages."""
+    quantised elements in pages; `absorbed`: what a product makes of latents in pages, if one expands them."""
     if not facts:
         return None, f"{REFERENCE}, because the model has no attention"
     problems: list[str] = []
-    for kernel in candidates(device, max_model_len):
+    for kernel in candidates(device, max_model_len, absorbed):
         reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
         refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
         served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
@@ -81,23 +83,43 @@ def differs(
     """Compares the kernel with the reference in float32 on random pages. Returns what is wrong, or None."""
     generator = torch.Generator(device).manual_seed(0)
     for fact in facts:
+        width, weight, expand, problem = _expansion(kernel, fact, dtype, generator)
+        if problem is not None:
+            return problem
         for batch, blocks in _batches(fact, block_size):
             pages, exact = random_pages(fact, blocks, (dtype, kept), block_size, generator, batch)
-            shape = (len(batch.token_ids), fact.heads, fact.k_dim)
+            shape = (len(batch.token_ids), fact.heads, width)
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
             sinks = torch.randn(fact.heads, generator=generator, device=device) if fact.sinks else None
             scales = pages.k_scales[0], pages.v_scales[0]
             step, exact_step = (Step(batch, each, (fact,), device) for each in (pages, exact))
             try:
-                attended = kernel.attend(query, pages.k[0], pages.v[0], scales, step, fact, sinks).float()
+                attended = kernel.attend(query, pages.k[0], pages.v[0], scales, step, fact, sinks, weight).float()
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
-            expected = reference(query.float(), exact.k[0], exact.v[0], scales, exact_step, fact, sinks=sinks)
+            given = (query.float(), exact.k[0], exact.v[0], scales, exact_step, fact)
+            expected = reference(*given, sinks=sinks, expand=expand)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
             gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN
                 return f"differs from it by {gap:.2g} for {fact.reach} attention of {batch.query_lens} new tokens"
     return None
+
+
+def _expansion(
+    kernel: CudaKernel, fact: CallFacts, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[int, torch.Tensor | None, Expander | None, str | None]:
+    """Elements of a query's head; of latents a random weight that expands them, and the expansion in float32; and what
+    is wrong with the kernel's products by it."""
+    if not fact.latent:
+        return fact.k_dim, None, None, None
+    from engine.gpu import latent  # as above
+
+    sizes = kernel.absorbed
+    assert sizes is not None, "a kernel that serves latents knows what they are expanded to"
+    weight = latent.random_weight(fact, sizes, dtype, generator)
+    expand = expander_of(weight.float(), fact.heads, sizes.plain)
+    return sizes.plain + fact.v_dim, weight, expand, latent.differs(fact, sizes, dtype, generator)
 
 
 def random_pages(

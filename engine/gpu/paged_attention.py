@@ -1,5 +1,4 @@
-"""Attention over pages on CUDA, in Triton. Not yet run on a GPU: Triton's interpreter proves the numbers, ptxas the
-machine code (tests/engine/test_gpu_attention.py, tests/engine/test_gpu_machine_code.py).
+"""Attention over pages on CUDA, in Triton (tests/engine/test_gpu_attention.py, tests/engine/test_gpu_machine_code.py).
 
 A program attends a tile of rows over the keys of one KV head. A row is one query of one of the query heads that share
 the KV head. The keys of a sequence are cut at fixed positions:
@@ -11,6 +10,8 @@ Each part has its own running maximum, sum and weighted values, and the parts of
 row's bits follow from its own sequence alone: not from the rest of the step, and not from the number of its queries in
 this step. Sequences with one query run their parts in parallel, and a second kernel merges them; the others run and
 merge them in one program. Both do the same arithmetic. The kernels are in attention_kernels.py.
+
+Pages of latents are read as they are: engine/gpu/latent.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 
 from engine.attention.forward_context import Scales, Step
+from engine.attention.mla import Expanded
 from engine.gpu.attention_kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
+from engine.gpu.latent import absorbed, expanded
 from engine.gpu.operators import capability_of, operator, ops
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
@@ -53,20 +56,21 @@ class Tiling:
     def of(facts: CallFacts, pages: torch.Tensor, dtype: torch.dtype) -> Tiling:
         """`pages`: those of the keys; `dtype`: of the queries. A tile must not spill registers: int8 and fp8 take some
         while they are widened, as do 64-bit addresses of a tile of keys, and float32 does without tensor cores."""
-        group, wide, large = padded_group(facts), dtype == torch.float32, _largest(facts)
+        wide, large = dtype == torch.float32, largest_dim(facts)
         quantised, hopper = pages.dtype.itemsize == 1, capability_of(pages.device) >= HOPPER
-        if large > 256 or (large > 64 and wide):
-            keys = 16
+        if (large > 256 and (wide or not facts.latent)) or (large > 64 and wide):
+            keys = 16  # a latent is loaded once, as key and value
         elif large > 128 or wide or (not hopper and (large > 64 or quantised)):
             keys = 32
         else:
             keys = 64
         several = 3 if large <= (64 if wide or quantised else 128) else 1 if large > 256 and wide else 2
+        warps = 2 if keys == 64 and not quantised else 4 if large <= (128 if wide else 256) else 8
         return Tiling(
-            rows_of_one=max(LEAST_DOT, group),
+            rows_of_one=max(LEAST_DOT, padded_group(facts, pages)),
             rows=rows_of(facts, pages),
             keys=keys,
-            warps_of_one=2 if keys == 64 and not quantised else 4 if large <= (128 if wide else 256) else 8,
+            warps_of_one=8 if facts.latent else warps,  # latents fill the rows of a tile
             stages_of_one=min(several, 2),
             stages=several,
         )
@@ -83,17 +87,13 @@ class Tiling:
 def rows_of(facts: CallFacts, pages: torch.Tensor) -> int:
     """Of a tile of a sequence with several queries. Tensor cores of Hopper read operands from shared memory, which
     leaves registers for twice as many rows; those of Blackwell do, too, but with as many rows a tile spills."""
-    large, size, capability = _largest(facts), pages.dtype.itemsize, capability_of(pages.device)
+    large, size, capability = largest_dim(facts), pages.dtype.itemsize, capability_of(pages.device)
     rows = {256: 32, 512: 16}.get(large, 64)
     if large <= 128 and size == 2 and HOPPER <= capability < BLACKWELL:
         rows = 128
     if large == 128 and (size == 4 or (size == 1 and capability >= BLACKWELL)):
         rows = 32
-    return max(rows, padded_group(facts))
-
-
-def _largest(facts: CallFacts) -> int:
-    return max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
+    return rows
 
 
 def power_of_two(number: int) -> int:
@@ -101,9 +101,13 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def padded_group(facts: CallFacts) -> int:
-    """Query heads of one KV head."""
-    return power_of_two(facts.heads // facts.kv_heads)
+def padded_group(facts: CallFacts, pages: torch.Tensor) -> int:
+    """Query heads of one KV head in a tile: all of them, if they fit."""
+    return min(power_of_two(facts.heads // facts.kv_heads), rows_of(facts, pages))
+
+
+def largest_dim(facts: CallFacts) -> int:
+    return max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
 
 
 def padded_dim(dim: int) -> int:
@@ -115,6 +119,7 @@ class TritonAttention:
     """The kernels for a model of sequences of at most `max_model_len` tokens."""
 
     max_model_len: int
+    absorbed: Expanded | None = None  # what a product makes of the model's latents
     name: str = NAME
 
     @property
@@ -125,8 +130,8 @@ class TritonAttention:
         """Why this attention call cannot be served over pages of `dtype`; None if it can."""
         if dtype not in DTYPES:
             return f"{str(dtype).removeprefix('torch.')} is not one of its types"
-        if facts.latent:
-            return "latent pages"
+        if facts.latent and self.absorbed is None:
+            return "latent pages that no single product expands"
         if facts.heads % facts.kv_heads:
             return f"{facts.heads} heads for {facts.kv_heads} KV heads"
         if facts.scaling <= 0:  # the kernels take the maximum before they scale
@@ -144,14 +149,16 @@ class TritonAttention:
         step: Step,
         facts: CallFacts,
         sinks: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `engine.attention.paged.attend`: `query [total, heads, k_dim]`, pages `[blocks, block_size, kv_heads, d]`
-        of any strides with d innermost, `scales [blocks, block_size, kv_heads]` of quantised ones, `sinks [heads]`.
-        Returns `[total, heads, v_dim]`."""
+        of any strides with d innermost, `scales [blocks, block_size, kv_heads]` of quantised ones, `sinks [heads]`,
+        `weight [heads * (plain + values), rank]` of latents' expansion. Returns `[total, heads, values]`."""
+        assert facts.latent == (weight is not None), "latents are read with the weight that expands them"
         (ones, ones_at), (others, others_at) = tiles_of(step, queries_of(facts, k_pages))
         reach, span = kind(facts.reach)
         out: torch.Tensor = ops.attend.default(
-            query, k_pages, v_pages, *scales, sinks, step.cu_seq_q, step.seqused_k, step.block_table,
+            query, k_pages, v_pages, *scales, sinks, weight, step.cu_seq_q, step.seqused_k, step.block_table,
             ones, ones_at, others, others_at, reach, span, facts.scaling, facts.softcap, self.split_keys,
         )  # fmt: skip
         return out
@@ -164,8 +171,8 @@ class TritonAttention:
 
 @operator(
     "attend(Tensor query, Tensor k_pages, Tensor v_pages, Tensor? k_scales, Tensor? v_scales, Tensor? sinks,"
-    " Tensor cu_seq_q, Tensor seqused_k, Tensor block_table, Tensor ones, Tensor ones_at, Tensor others,"
-    " Tensor others_at, int reach, int span, float scaling, float? softcap, int split_keys) -> Tensor"
+    " Tensor? weight, Tensor cu_seq_q, Tensor seqused_k, Tensor block_table, Tensor ones, Tensor ones_at,"
+    " Tensor others, Tensor others_at, int reach, int span, float scaling, float? softcap, int split_keys) -> Tensor"
 )
 def attend_tiles(
     query: torch.Tensor,
@@ -174,6 +181,7 @@ def attend_tiles(
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    weight: torch.Tensor | None,
     cu_seq_q: torch.Tensor,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor,
@@ -188,66 +196,102 @@ def attend_tiles(
     split_keys: int,
 ) -> torch.Tensor:
     """`TritonAttention.attend` of tensors and numbers alone: the tiles of single queries, and of the others."""
-    heads, v_dim, own = query.shape[1], v_pages.shape[3], {FULL: FullAttentionSpec()}
+    own, heads = {FULL: FullAttentionSpec()}, query.shape[1]
     spec = own.get(reach) or (SlidingWindowSpec(span) if reach == WINDOW else ChunkedLocalAttentionSpec(span))
-    facts = CallFacts(k_pages.shape[2], heads, query.shape[2], v_dim, spec, softcap, sinks is not None, scaling)
-    out = query.new_empty(query.shape[0], heads, v_dim)
-    tiling, scales = Tiling.of(facts, k_pages, query.dtype), (k_scales, v_scales)
-    given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
+    latent, dims = weight is not None, (k_pages.shape[3], v_pages.shape[3])
+    facts = CallFacts(k_pages.shape[2], heads, *dims, spec, softcap, sinks is not None, scaling, latent)
+    turned = query  # not read, like the scales and sinks that are not there
+    plain = query.shape[2] - dims[1]
+    if weight is not None:
+        query, turned = absorbed(query[..., :plain], weight), query[..., plain:]
+    pages, scales = (k_pages, v_pages), (k_scales, v_scales)
+    tiling = Tiling.of(facts, k_pages, query.dtype)
     fixed = constants(facts, tiling, k_pages, split_keys, query.dtype)
-    tensors = (query, *(pages.view(torch.uint8) if fixed["FP8"] else pages for pages in (k_pages, v_pages)), *given)
+    out = query.new_empty(query.shape[0], heads, fixed["V_DIM"])
+    given = [scale if scale is not None else query for scale in scales]
+    tensors = (query, turned, *(each.view(torch.uint8) if fixed["FP8"] else each for each in pages), *given)
     strides = (
-        *query.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
+        *(stride for each in (query, turned) for stride in each.stride()[:2]),
+        *(stride for each in pages for stride in each.stride()[:3]),
         *(stride for scale in scales for stride in (scale.stride() if scale is not None else (0, 0, 0))),
         block_table.stride(0),
     )
-    sink = sinks if sinks is not None else query
-    context, numbers = (cu_seq_q, seqused_k, block_table), (scaling, softcap or 1.0, span)
-    if count := len(ones):
-        parts = -(-block_table.shape[1] * k_pages.shape[1] // split_keys)  # of the longest possible context
-        values = out.new_empty(parts, count, heads, v_dim, dtype=torch.float32)
+    context = (sinks if sinks is not None else query, cu_seq_q, seqused_k, block_table)
+    run = _Launch(facts, tiling, fixed, tensors, strides, context, (scaling, softcap or 1.0, span))
+    if len(ones):
+        run.parts(out, ones, ones_at)
+    if len(others):
+        run.whole(out, others, others_at)
+    return out if weight is None else expanded(out, weight, plain)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The arguments of `attend`, in its order, for one attention call."""
+
+    facts: CallFacts
+    tiling: Tiling
+    fixed: dict[str, Any]
+    tensors: tuple[torch.Tensor, ...]
+    strides: tuple[int, ...]
+    context: tuple[torch.Tensor, ...]  # sinks, cu_seq_q, seqused_k, block_table
+    numbers: tuple[float, ...]  # scaling, softcap, span
+
+    def parts(self, out: torch.Tensor, tiles: torch.Tensor, queries: torch.Tensor) -> None:
+        """Of sequences with a single query: their parts in parallel, and then what merges them."""
+        count, (_, heads, dim), table = len(tiles), out.shape, self.context[3]
+        parts = -(-table.shape[1] * self.fixed["BLOCK"] // self.fixed["SPLIT"])  # of the longest possible context
+        values = out.new_empty(parts, count, heads, dim, dtype=torch.float32)
         tops, sums = (out.new_empty(parts, count, heads, dtype=torch.float32) for _ in range(2))
         kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
-        launch = tiling.launch(single=True)
-        attend[(count, facts.kv_heads, parts)](
-            *tensors, *kept, values, sink, *context, ones, ones_at, *strides, *places, *numbers,
-            **fixed, **launch, SINKS=False, PARALLEL=True,
+        attend[(count, self.groups, parts)](
+            *self.tensors, *kept, values, *self.context, tiles, queries, *self.strides, *places, *self.numbers,
+            **self.fixed, **self.tiling.launch(single=True), PARALLEL=True, SINKS=False,
         )  # fmt: skip
-        same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
+        same = {name: self.fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
+        sinks, starts, contexts, _ = self.context
         merge[(count, heads)](
-            *kept, sink, out, *context[:2], ones, *places, *out.stride()[:2], span,
-            **same, SINKS=facts.sinks, num_warps=4,
+            *kept, sinks, out, starts, contexts, tiles, *places, *out.stride()[:2], self.numbers[2],
+            **same, SINKS=self.facts.sinks, num_warps=4,
         )  # fmt: skip
-    if count := len(others):
-        whole = count * facts.kv_heads * tiling.rows * fixed["V_PAD"]
+
+    def whole(self, out: torch.Tensor, tiles: torch.Tensor, queries: torch.Tensor) -> None:
+        """Of the others: each tile with all its parts."""
+        whole = len(tiles) * self.groups * self.tiling.rows * self.fixed["V_PAD"]
         so_far = out.new_empty(whole, dtype=torch.float32)
-        launch = tiling.launch(single=False)
-        attend[(count, facts.kv_heads, 1)](
-            *tensors, out, out, out, so_far, sink, *context, others, others_at, *strides, 0, *out.stride()[:2], 0, 0,
-            *numbers, **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
+        attend[(len(tiles), self.groups, 1)](
+            *self.tensors, out, out, out, so_far, *self.context, tiles, queries, *self.strides, 0, *out.stride()[:2],
+            0, 0, *self.numbers, **self.fixed, **self.tiling.launch(single=False), PARALLEL=False,
+            SINKS=self.facts.sinks,
         )  # fmt: skip
-    return out
+
+    @property
+    def groups(self) -> int:
+        """Programs of a tile's queries: the heads of each KV head are in one tile, or in several."""
+        of_a_head: int = -(-self.fixed["HEADS"] // self.fixed["GROUP"])
+        return self.facts.kv_heads * of_a_head
 
 
 def queries_of(facts: CallFacts, pages: torch.Tensor) -> int:
     """Of a tile of a sequence with several."""
-    return rows_of(facts, pages) // padded_group(facts)
+    return rows_of(facts, pages) // padded_group(facts, pages)
 
 
 def constants(
     facts: CallFacts, tiling: Tiling, pages: torch.Tensor, split_keys: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """What the kernel `attend` is compiled for; `pages`: those of the keys, `dtype`: of the queries."""
+    values = facts.k_dim if facts.latent else facts.v_dim  # elements of one
     return {
         "HEADS": facts.heads // facts.kv_heads,
-        "GROUP": padded_group(facts),
+        "GROUP": padded_group(facts, pages),
         "BLOCK": pages.shape[1],
         "K_DIM": facts.k_dim,
         "K_PAD": padded_dim(facts.k_dim),
-        "V_DIM": facts.v_dim,
-        "V_PAD": padded_dim(facts.v_dim),
+        "V_DIM": values,
+        "V_PAD": padded_dim(values),
+        "R_DIM": facts.v_dim,
+        "R_PAD": padded_dim(facts.v_dim),
         "TILE": tiling.keys,
         "SPLIT": split_keys,
         "REACH": kind(facts.reach)[0],
@@ -256,6 +300,7 @@ def constants(
         "FP8": pages.dtype == torch.float8_e4m3fn,
         # The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to.
         "EXACT": dtype == torch.float32 or INTERPRETED,
+        "LATENT": facts.latent,
     }
 
 

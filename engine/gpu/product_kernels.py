@@ -135,6 +135,50 @@ def linear(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def each_head(
+    x,
+    weight,
+    out,
+    rows,
+    columns,
+    depth,
+    x_row,  # strides from here on; the elements of a row of x and of `out` are contiguous
+    x_head,
+    w_head,
+    w_col,
+    w_depth,
+    o_row,
+    o_head,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """As `linear`, of a plain weight for each head: `x [rows, heads, depth]`, `weight [heads, columns, depth]`."""
+    first_row, first_col = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1) * COLS
+    head = tl.program_id(2).to(tl.int64)
+    row, col = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
+    there, used = (row < rows - first_row)[:, None], (col < columns)[None, :]
+    x_at = x + first_row * x_row + head * x_head + row[:, None] * x_row
+    w_at = weight + head * w_head + col[None, :] * w_col
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        left, right = there, used
+        if not WHOLE:
+            left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+        a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+        b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
+        if EXACT:
+            sums += product(a, b, EXACT)
+        else:
+            sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+    o_at = out + first_row * o_row + head * o_head + row[:, None] * o_row + col[None, :]
+    tl.store(o_at, sums.to(out.dtype.element_ty), mask=there & used)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm(
     x,
     weight,

@@ -31,6 +31,7 @@ class Varlen:
     name: str
     block_multiple: int  # a block's size in tokens must be a multiple of this
     wants_cu_seq_k: bool  # in addition to `seqused_k`, which determines the lengths
+    absorbed: None = None  # it serves no latents
 
     def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
         return refusal(self, facts, dtype, block_size)
@@ -44,6 +45,7 @@ class Varlen:
         step: Step,
         facts: CallFacts,
         sinks: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `engine.attention.paged.attend`: `query [total, heads, d]`, pages `[blocks, block_size, kv_heads, d]` of
         any strides with d innermost; returns `[total, heads, d]`. A sequence's queries are the last of its context (the

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention import implementation, paged
+from engine.attention import implementation, mla, paged
 from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
 from engine.gpu import block_digest, kernel_choice, layers
@@ -88,7 +88,9 @@ class ModelRunner:
         self.indexers: Indexers | None = None  # likewise, if there are sparse indexers
         self.group = served.group
         self.ranks: Ranks | None = None  # set by engine.builder on rank 0: the others, which follow
-        self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
+        self.latent = any(
+            call.latent for call in facts
+        )  # where no kernel absorbs that, each step expands the whole context
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
         self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -225,9 +227,9 @@ class ModelRunner:
 
     def choose_attention(self) -> str:
         """Tries the CUDA kernels for attention over pages; returns a line about the chosen one."""
-        kept = element_dtype(self.kv_dtype)
+        kept, absorbed = element_dtype(self.kv_dtype), mla.find_products(self.module, self.facts)
         self.cuda_kernel, line = kernel_choice.choose(
-            self.facts, self.dtype, self.block_size, self.device, paged.attend, self.max_model_len, kept
+            self.facts, self.dtype, self.block_size, self.device, paged.attend, self.max_model_len, kept, absorbed
         )
         return line
 
@@ -239,12 +241,14 @@ class ModelRunner:
 
     def unrecordable_on_cuda(self) -> str | None:
         """Why the forward runs by modules there; None if it can be recorded, empty on other devices."""
-        if self.cuda_kernel is None or not self.cuda_products:
+        attends = self.cuda_kernel is not None or not self.facts
+        if not attends or not self.cuda_products:
             return "Triton's attention and products do not both serve" if self.device.type == "cuda" else ""
-        if not hasattr(self.cuda_kernel, "tiles"):
+        if self.cuda_kernel is not None and not hasattr(self.cuda_kernel, "tiles"):
             return f"{self.cuda_kernel.name} is no operator"
         kept = element_dtype(self.kv_dtype) or self.dtype
-        refused = {self.cuda_kernel.refusal(fact, kept, self.block_size) for fact in self.facts} - {None}
+        kernel: Any = self.cuda_kernel  # there is one where there are calls
+        refused = {kernel.refusal(fact, kept, self.block_size) for fact in self.facts} - {None}
         if refused:
             return f"attention by the reference plans each step on the host ({'; '.join(sorted(map(str, refused)))})"
         return "adapters take the rows of a step apart" if self.lora is not None else None

@@ -29,6 +29,7 @@ from torch import nn
 
 from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
+from engine.attention.mla import Expanded
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding import sampler, structured_output
@@ -57,6 +58,8 @@ CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 IN_16_BITS = ("qwen3-next", "nemotron-h")  # a GPU multiplies their experts in no other type without the host
 STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
+LATENT = [(16, 512, 64), (128, 512, 64), (40, 256, 32)]  # heads, elements of a latent, and of a rotated key
+EXPANDED = Expanded(128, 128)
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -68,12 +71,14 @@ def calls() -> Iterator[CallFacts]:
     for reach in REACHES:
         yield CallFacts(8, 64, 64, 64, reach, None, True, 0.125)
         yield CallFacts(4, 8, 256, 256, reach, 50.0, False, 0.0625)
+    for heads, rank, rope in LATENT:
+        yield CallFacts(1, heads, rank, rope, FullAttentionSpec(), None, False, (128 + rope) ** -0.5, latent=True)
 
 
 def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
     from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
 
-    kernel = TritonAttention(LONGEST)
+    kernel = TritonAttention(LONGEST, EXPANDED)
     if refused := kernel.refusal(fact, kept or dtype, BLOCK_SIZE):
         return f"wrong: refused because of {refused}"
     problem = kernel_choice.differs(kernel, [fact], dtype, BLOCK_SIZE, device, paged.attend, kept)
@@ -82,6 +87,7 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
 
 def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
     """A token alone and in a chunk: tiles of two shapes, whose tensor-core instructions differ from Hopper on."""
+    from engine.gpu import latent  # as above
     from engine.gpu.paged_attention import TritonAttention  # as above
 
     done, new, generator = 690, 10, torch.Generator(device).manual_seed(0)
@@ -89,15 +95,18 @@ def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, ke
     whole = Batch()
     whole.add([0] * new, done, table)
     pages, _ = kernel_choice.random_pages(fact, len(table), (dtype, kept), BLOCK_SIZE, generator, whole)
-    query = torch.randn(new, fact.heads, fact.k_dim, generator=generator, device=device).to(dtype)
+    width, weight = fact.k_dim, None
+    if fact.latent:
+        width, weight = EXPANDED.plain + fact.v_dim, latent.random_weight(fact, EXPANDED, dtype, generator)
+    query = torch.randn(new, fact.heads, width, generator=generator, device=device).to(dtype)
     sinks = torch.randn(fact.heads, generator=generator, device=device) if fact.sinks else None
     found = []
     for first in (0, new - 1):
         batch = Batch()
         batch.add([0] * (new - first), done + first, table)
         step, scales = Step(batch, pages, (fact,), device), (pages.k_scales[0], pages.v_scales[0])
-        kernel = TritonAttention(LONGEST)
-        found.append(kernel.attend(query[first:], pages.k[0], pages.v[0], scales, step, fact, sinks)[-1])
+        kernel = TritonAttention(LONGEST, EXPANDED)
+        found.append(kernel.attend(query[first:], pages.k[0], pages.v[0], scales, step, fact, sinks, weight)[-1])
     return _line(
         None if torch.equal(*found) else "other bits alone than in a chunk", "a token has the same bits in both"
     )
@@ -224,12 +233,12 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     yield "grammars", partial(grammars, device)
     for fact in calls():
         for kept, pages in PAGES.items():
-            name = f"bits of attention {fact.heads}/{fact.kv_heads} x {fact.k_dim}, {fact.reach}{pages}"
+            name = f"bits of attention {_shape(fact)}, {fact.reach}{pages}"
             yield name, partial(attention_bits, device, fact, torch.bfloat16, kept)
         for dtype in (torch.bfloat16, torch.float32):
             for kept, pages in PAGES.items():
                 more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
-                name = f"attention {fact.heads}/{fact.kv_heads} x {fact.k_dim}, {fact.reach}{more}"
+                name = f"attention {_shape(fact)}, {fact.reach}{more}"
                 yield name, partial(attention, device, fact, dtype, kept)
     for name, config in LAYERS.items():
         yield f"recurrence {name}", partial(recurrence, device, config)
@@ -242,6 +251,12 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     for name in (each for each in STREAMS if each in families):
         yield f"streams {name}", partial(streams, device, name)
     yield "family llama, int8 pages", partial(family, device, "llama", torch.bfloat16, "int8")
+
+
+def _shape(fact: CallFacts) -> str:
+    if fact.latent:
+        return f"latent {fact.heads} x {fact.k_dim + fact.v_dim}/{fact.k_dim}"
+    return f"{fact.heads}/{fact.kv_heads} x {fact.k_dim}"
 
 
 def _line(problem: str | None, right: str) -> str:

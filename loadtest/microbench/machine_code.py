@@ -43,7 +43,7 @@ GROUP = 4  # query heads of a KV head
 SPLIT_KEYS = 4096
 
 POINTERS = {
-    **dict.fromkeys(("query", "k_pages", "v_pages", "k_scales", "v_scales", "out", "sinks"), "*bf16"),
+    **dict.fromkeys(("query", "turned", "k_pages", "v_pages", "k_scales", "v_scales", "out", "sinks"), "*bf16"),
     **dict.fromkeys(("tops", "sums", "kept"), "*fp32"),
     **dict.fromkeys(("starts", "contexts", "table", "tile_sequence", "tile_query"), "*i32"),
     **dict.fromkeys(("k_block", "v_block"), "i64"),
@@ -51,6 +51,7 @@ POINTERS = {
 }
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 KEPT = {"": (None, ""), "int8": (torch.int8, "*i8"), "fp8": (torch.float8_e4m3fn, "*u8")}  # elements of pages
+LATENTS = ((512, 64), (256, 32))  # elements of a latent, and of a rotated key
 PRODUCTS = ((4096, 4096), (12288, 4096))  # [n, k]: narrow tiles of both widths
 ROWS = (1, 64, MANY := 65)  # of a product: each has another tile
 # dk, dv, and whether each of dk has its decay; state size, channels, and whether each element has its decay
@@ -60,10 +61,10 @@ UNIT = {"x": "*fp32", "out": "*fp32", "eps": "fp32"}
 WITH_GATE = dict.fromkeys(("x", "out"), "*fp32") | dict.fromkeys(("gate", "weight"), "*bf16") | {"eps": "fp32"}
 ONE_GROUP = {"share": 1}  # Triton takes a number that is 1 for a constant
 ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
-    *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
-    *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
+    *("query", "turned", "k_pages", "v_pages", "out", "q_token", "q_head", "r_token", "r_head"),
+    *("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
     *("x", "weight", "bias", "beside", "columns", "ends", "ends_second", "depth", "group", "x_row", "s_col", "w_col"),
-    *("b_row", "o_row", "size", "w_expert", "w_depth", "b_expert", "plan", "chosen"),
+    *("b_row", "o_row", "size", "w_expert", "w_depth", "b_expert", "plan", "chosen", "x_head", "w_head"),
 )
 
 
@@ -102,22 +103,35 @@ def attention(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Code:
     """The attention kernel for sequences with a single query, or for the others; `kept`: the type of quantised KV."""
-    from engine.gpu import attention_kernels, paged_attention
-
     reach = SlidingWindowSpec(window) if window else FullAttentionSpec()
     facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
+    return attending(f"{head_dim}", architecture, facts, single, kept, dtype)
+
+
+def latents(
+    architecture: int, rank: int, rope: int, *, single: bool, kept: str = "", dtype: torch.dtype = torch.bfloat16
+) -> Code:
+    """As `attention`, over latents; their heads take several tiles."""
+    facts = CallFacts(1, 128, rank, rope, FullAttentionSpec(), None, False, 0.1, latent=True)
+    return attending(f"latents {rank} + {rope}", architecture, facts, single, kept, dtype)
+
+
+def attending(what: str, architecture: int, facts: CallFacts, single: bool, kept: str, dtype: torch.dtype) -> Code:
+    """The kernel of one attention call."""
+    from engine.gpu import attention_kernels, paged_attention
+
     elements, pointer = KEPT[kept]
     pages = torch.empty(1, 16, 1, 1, dtype=elements or dtype)
     with mock.patch.object(paged_attention, "capability_of", return_value=architecture):
         tiling = paged_attention.Tiling.of(facts, pages, dtype)
-    fixed = paged_attention.constants(facts, tiling, pages, SPLIT_KEYS, dtype)
+        fixed = paged_attention.constants(facts, tiling, pages, SPLIT_KEYS, dtype)
     options = tiling.launch(single=single)
     own = {"ROWS": options.pop("ROWS"), "SINKS": False, "PARALLEL": single}
-    types = POINTERS | dict.fromkeys(("query", "k_pages", "v_pages", "out", "sinks"), NAMES[dtype])
+    types = POINTERS | dict.fromkeys(("query", "turned", "k_pages", "v_pages", "out", "sinks"), NAMES[dtype])
     types |= {"out": "*fp32"} if single else {}
     types |= dict.fromkeys(("k_pages", "v_pages"), pointer) if kept else {}
-    what = [f", {kept} KV" if kept else "", ", window" if window else "", ", float32" if dtype == torch.float32 else ""]
-    name = f"attend {head_dim}{''.join(what)}"
+    more = [f", {kept} KV" if kept else "", ", window" if fixed["REACH"] else ""]
+    name = f"attend {what}{''.join(more)}{', float32' if dtype == torch.float32 else ''}"
     code = compiled(
         f"{name}, {'one query' if single else 'prompts'}",
         attention_kernels.attend,
@@ -126,6 +140,21 @@ def attention(
         architecture,
         options,
     )
+    return replace(code, products=dtype != torch.float32)
+
+
+def each_head(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16) -> Code:
+    """The product of queries or of attention's results with what expands latents."""
+    from engine.gpu import latent, product_kernels
+
+    tiling = latent.tiling_of(1 if few else MANY, n, dtype, architecture)
+    launch = tiling.launch
+    options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+    del launch["BAND"]
+    fixed = {"WHOLE": k % tiling.depth == 0, "EXACT": dtype == torch.float32, "w_col" if n > k else "w_depth": 1}
+    types = dict.fromkeys(("x", "weight", "out"), NAMES[dtype])
+    name = f"each head {n} x {k}{', float32' if dtype == torch.float32 else ''}, {'few rows' if few else 'many'}"
+    code = compiled(name, product_kernels.each_head, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
 
 
@@ -359,6 +388,17 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                     yield attention(architecture, dim, single=single, kept="fp8")
                     yield attention(architecture, dim, single=single, dtype=torch.float32)
                     yield attention(architecture, dim, single=single, window=4096)
+        for rank, rope in LATENTS if variants else LATENTS[:1]:
+            for single in (True, False):
+                yield latents(architecture, rank, rope, single=single)
+                if variants:
+                    yield latents(architecture, rank, rope, single=single, kept="int8")
+                    yield latents(architecture, rank, rope, single=single, kept="fp8")
+                    yield latents(architecture, rank, rope, single=single, dtype=torch.float32)
+            for dtype in (torch.bfloat16, torch.float32) if variants else (torch.bfloat16,):
+                for few in (True, False):
+                    yield each_head(architecture, rank, 128, few=few, dtype=dtype)
+                    yield each_head(architecture, 128, rank, few=few, dtype=dtype)
         for n, k in PRODUCTS if variants else PRODUCTS[:1]:
             for rows in ROWS:
                 yield product(architecture, n, k, rows=rows)

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch i
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BLOCK_SIZE, BLOCKS, LONGEST = 16, 16, 512
+EXPANDED = mla.Expanded(16, 20)  # of the tiny models with latents
 STEPS = {  # (done, new) of each sequence
     "a prompt": [(0, 21)],
     "single tokens": [(17, 1), (300, 1), (0, 1)],
@@ -85,13 +86,14 @@ class Launch:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
     """Everything made inside is without data; `cuda` is a device. What only a driver can do is left out."""
-    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens", "linear", "rms_norm")}
+    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens", "linear", "each_head", "rms_norm")}
     tensor = torch.tensor
     inference_mode = torch.inference_mode
     monkeypatch.setattr(paged_attention, "attend", launches["attend"])
     monkeypatch.setattr(paged_attention, "merge", launches["merge"])
     monkeypatch.setattr(sampling_kernel, "choose_tokens", launches["choose_tokens"])
     monkeypatch.setattr(products.kernels, "linear", launches["linear"])
+    monkeypatch.setattr(products.kernels, "each_head", launches["each_head"])
     monkeypatch.setattr(products.kernels, "rms_norm", launches["rms_norm"])
     monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **more: tensor(*given, **more))
     monkeypatch.setattr(torch, "inference_mode", lambda *given: inference_mode(*given) if given else torch.no_grad())
@@ -104,12 +106,15 @@ def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
     """The family's model on the device, with the layers of the tests' checkpoint."""
     module = make_module(f"tiny-{family}", torch.bfloat16, GPU, **two_layers(f"tiny-{family}"))
     mla.use_latent_pages(module)
+    for each in module.modules():  # as `mla.find_products`, which needs numbers
+        if mla.expander(each) is not None:
+            each.__dict__[mla._PRODUCT] = each.kv_b_proj
     runner = ModelRunner(
         module,
         facts,
         RunnerConfig(max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE),
     )
-    runner.cuda_kernel = TritonAttention(LONGEST)
+    runner.cuda_kernel = TritonAttention(LONGEST, EXPANDED)
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
         if layers.weight_of(each) is not None:
             each.__dict__[modules.REPLACEMENT] = layers.Linear
@@ -144,7 +149,8 @@ def test_a_forward_never_waits_for_the_device(family: tuple[str, Any], pretended
         assert not waits.seen, name
         assert logits.device == GPU
         assert logits.shape == (len(sequences), runner.vocab_size)
-    assert pretended["attend"].launched > 0 or runner.latent
+    assert pretended["attend"].launched > 0
+    assert (pretended["each_head"].launched > 0) == runner.latent
     assert pretended["linear"].launched > 0
 
 
@@ -183,7 +189,7 @@ def test_a_forward_that_waits_is_noticed(
 def test_quantised_pages_are_written_and_read_without_a_wait(
     checkpoint: Callable[[str], Path], pretended: dict[str, Launch]
 ) -> None:
-    """By the kernel and, for latent pages, by the reference."""
+    """By the kernel, also where pages have latents."""
     for name in ("llama", "deepseek-v3"):
         with unset_fake_temporarily():
             facts = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU).facts

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 TIGHT = """
 import torch
-from loadtest.microbench.machine_code import attention, experts, product
+from loadtest.microbench.machine_code import attention, experts, latents, product
 for code in (
     product(80, 4096, 4096, rows=65),
     product(100, 4096, 4096, rows=65, several=True),
@@ -26,6 +26,9 @@ for code in (
     attention(89, 512, single=False, dtype=torch.float32),
     attention(90, 256, single=True, dtype=torch.float32),
     attention(80, 128, single=False, kept="fp8"),
+    latents(100, 512, 64, single=True, kept="fp8"),
+    latents(80, 512, 64, single=False, kept="int8"),
+    latents(89, 512, 64, single=False, dtype=torch.float32),
 ):
     print(code.kernel, code.architecture, code.problem)
 """
@@ -49,7 +52,8 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     """Every kernel for Hopper, of the most common head size; the command checks other sizes and architectures."""
     done = compiling("-m", "loadtest", "machine-code", "--architectures", "90", "--dims", "128", "--no-variants")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("attend 128") == 2
+    assert done.stdout.count("attend 128") == done.stdout.count("attend latents 512 + 64") == 2
+    assert done.stdout.count("each head") == 4
     assert done.stdout.count("product 4096 x 4096") == 6  # in three tiles, and of several layers
     assert done.stdout.count("experts 1536 x 2048") == 3
     assert done.stdout.count("plan of pairs") == done.stdout.count("clamped gate") == done.stdout.count("mix") == 1
@@ -61,12 +65,14 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
 
 def test_the_tightest_tiles_fit() -> None:
     """A product on Ampere, several layers' with a bias on Blackwell, experts as gpt-oss stores them, the largest heads
-    with least shared memory, float32 without tensor cores, and fp8 pages where the processor has no fp8."""
+    with least shared memory, float32 without tensor cores, fp8 pages where the processor has no fp8, and quantised
+    latents."""
     done = compiling("-c", TIGHT)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["80", "100", "80", "89", "89", "90", "80"], (
-        done.stdout
-    )
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == [
+        *("80", "100", "80", "89", "89", "90", "80"),
+        *("100", "80", "89"),
+    ], done.stdout
 
 
 @pytest.mark.parametrize(
