@@ -26,6 +26,14 @@ def first_visible(position, span, REACH: tl.constexpr):
 
 
 @triton.jit
+def bounds(begin, end, part, SPLIT: tl.constexpr, PARALLEL: tl.constexpr):
+    """Of a program's keys: a part of the row's, or all of them."""
+    if PARALLEL:
+        begin, end = tl.maximum(begin, part * SPLIT), tl.minimum(end, part * SPLIT + SPLIT)
+    return begin, end
+
+
+@triton.jit
 def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
     """A softmax sum before the first key."""
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -46,6 +54,14 @@ def with_sinks(top, total, values, sinks, head, here):
     """A sink takes part in the sum and adds no value."""
     sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * LOG2_E
     return merged(top, total, values, sink, sink * 0.0 + 1.0, values * 0.0)
+
+
+@triton.jit
+def whole(top, total, values, sinks, head, here, SINKS: tl.constexpr):
+    """The result of a softmax sum over all keys."""
+    if SINKS:
+        top, total, values = with_sinks(top, total, values, sinks, head, here)
+    return values / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -77,6 +93,12 @@ def of_rows(x, token, head, here, at, by_token, by_head, DIM: tl.constexpr):
 
 
 @triton.jit
+def store_rows(out, x, head, here, at, by_head, DIM: tl.constexpr):
+    where = out + head[:, None] * by_head + at[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=here[:, None] & (at < DIM)[None, :])
+
+
+@triton.jit
 def of_keys(pages, block, slot, used, at, by_block, by_slot, DIM: tl.constexpr):
     """`[keys, d]`: elements `at` of each key or value of a head."""
     place = block[:, None] * by_block + slot[:, None] * by_slot + at[None, :]
@@ -88,6 +110,33 @@ def of_keys_turned(pages, block, slot, at, by_block, by_slot, DIM: tl.constexpr)
     """`[d, keys]`. Those beyond the last key are of block 0, which is memory of ours; `hidden` hides their logits."""
     place = block[None, :] * by_block + slot[None, :] * by_slot + at[:, None]
     return tl.load(pages + place, mask=(at < DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def of_tile(
+    k_pages,
+    v_pages,
+    block,
+    slot,
+    used,
+    k_at,
+    v_at,
+    k_block,
+    k_slot,
+    v_block,
+    v_slot,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
+):
+    """The keys `[d, keys]` and values `[keys, d]` of a tile; latents are both."""
+    if LATENT:
+        taken = of_keys(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
+        keys = tl.trans(taken)
+    else:
+        keys = of_keys_turned(k_pages, block, slot, k_at, k_block, k_slot, K_DIM)
+        taken = of_keys(v_pages, block, slot, used, v_at, v_block, v_slot, V_DIM)
+    return keys, taken
 
 
 @triton.jit
@@ -121,9 +170,20 @@ def weighed(logits, factor, top):
 
 
 @triton.jit
-def with_part(kept, there, top, total, part_top, part_total, part_values, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The sum of a row's earlier parts, whose values are `kept` if they are `there`, and of one more."""
-    earlier = tl.zeros([ROWS, SIZE], tl.float32)
+def of_program(kept, row, at, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The place of a program's own values, `[ROWS, SIZE]`."""
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return kept + program * ROWS * SIZE + (row[:, None] * SIZE + at[None, :])
+
+
+@triton.jit
+def with_part(kept, there, top, total, part_top, part_total, part_values):
+    """The sum of a row's earlier parts, whose values are `kept` if they are `there`, and of one more.
+
+    Registers hold the values of one part. Between a store and the next load, which other threads may do, each round of
+    `attend` has a barrier, because keys and values go through shared memory. One that is written there would end
+    Triton's pipelining."""
+    earlier = tl.zeros_like(part_values)
     if there:
         earlier = tl.load(kept)
     return merged(top, total, earlier, part_top, part_total, part_values)
@@ -135,6 +195,15 @@ def bent(x, softcap):
     small = tl.exp2(tl.abs(x / softcap) * (-2.0 * LOG2_E))
     tanh = (1.0 - small) / (1.0 + small)  # of the absolute value
     return tl.where(x < 0, -tanh, tanh) * softcap
+
+
+@triton.jit
+def of_base_2(logits, scaling, softcap, SOFTCAP: tl.constexpr):
+    """Logits, and the factor that makes them those of base 2."""
+    factor = scaling * LOG2_E
+    if SOFTCAP:
+        logits, factor = bent(logits * scaling, softcap), scaling * 0.0 + LOG2_E
+    return logits, factor
 
 
 @triton.jit
@@ -211,82 +280,63 @@ def attend(
     tile, part = tl.program_id(0), tl.program_id(2)
     kv_head, group = tl.program_id(1) // tl.cdiv(HEADS, GROUP), tl.program_id(1) % tl.cdiv(HEADS, GROUP)
     sequence, first_query = tl.load(tile_sequence + tile), tl.load(tile_query + tile)
-    start, context = tl.load(starts + sequence), tl.load(contexts + sequence)
-    count = tl.load(starts + sequence + 1) - start  # queries of the sequence
+    start, after, context = tl.load(starts + sequence), tl.load(starts + sequence + 1), tl.load(contexts + sequence)
     row, k_at, v_at = tl.arange(0, ROWS), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
-    number, of_kv_head = first_query + row // GROUP, group * GROUP + row % GROUP
+    number, of_kv_head, count = first_query + row // GROUP, group * GROUP + row % GROUP, after - start
     head, here = kv_head * HEADS + of_kv_head, (number < count) & (of_kv_head < HEADS)
-    position = context - count + number
-    token = (start + number)[:, None].to(tl.int64)
+    position, token = context - count + number, (start + number)[:, None].to(tl.int64)
     q = of_rows(query, token, head, here, k_at, q_token, q_head, K_DIM)
     k_pages, v_pages = k_pages + kv_head * k_head, v_pages + kv_head * v_head
     k_scales, v_scales = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
+    w_scales, ws_block, ws_slot = v_scales, vs_block, vs_slot  # of the values
     if LATENT:
-        r_at = tl.arange(0, R_PAD)
+        w_scales, ws_block, ws_slot, r_at = k_scales, ks_block, ks_slot, tl.arange(0, R_PAD)
         r = of_rows(turned, token, head, here, r_at, r_token, r_head, R_DIM)
     first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
     end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
-    # Keys that all rows see need no mask: from `all_first` on, and up to the position of the first row.
-    all_first, all_last = first_visible(end - 1, span, REACH), context - count + first_query
-    begin, stop = low // TILE * TILE, end
-    if PARALLEL:
-        begin, stop = tl.maximum(begin, part * SPLIT), tl.minimum(end, part * SPLIT + SPLIT)
+    all_first, all_last = first_visible(end - 1, span, REACH), context - count + first_query  # seen by all rows
+    begin, stop = bounds(low // TILE * TILE, end, part, SPLIT, PARALLEL)
     second_part = (begin // SPLIT + 1) * SPLIT  # where it begins
-    program = tile.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    kept_at = kept + program * ROWS * V_PAD + (row[:, None] * V_PAD + v_at[None, :])
-    factor = LOG2_E if SOFTCAP else scaling * LOG2_E
-    top, total, part_values = nothing(ROWS, V_PAD)
-    part_top, part_total = top, total
+    kept_at = of_program(kept, row, v_at, ROWS, V_PAD)
+    top, total, own_values = nothing(ROWS, V_PAD)
+    own_top, own_total = top, total
     for at in range(begin, stop, TILE):
         if not PARALLEL:  # noqa: SIM102 - decided when it is compiled
-            # A part has ended; registers hold the values of one. Between this store and the next load, which other
-            # threads may do, each round has a barrier, because keys and values go through shared memory. A barrier here
-            # would end Triton's pipelining.
-            if (at % SPLIT == 0) & (at > begin):
-                there = at > second_part
-                top, total, so_far = with_part(
-                    kept_at, there, top, total, part_top, part_total, part_values, ROWS, V_PAD
+            if (at % SPLIT == 0) & (at > begin):  # a part has ended
+                top, total, own_values = with_part(
+                    kept_at, at > second_part, top, total, own_top, own_total, own_values
                 )
-                tl.store(kept_at, so_far)
-                part_top, part_total, part_values = nothing(ROWS, V_PAD)
+                tl.store(kept_at, own_values)
+                own_top, own_total, own_values = nothing(ROWS, V_PAD)
         key = at + tl.arange(0, TILE)
-        used = key < end
+        used, slot = key < end, key % BLOCK
         block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
-        slot = key % BLOCK
         if LATENT:
             rotated = of_keys_turned(v_pages, block, slot, r_at, v_block, v_slot, R_DIM)
-            taken = of_keys(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
-            keys = tl.trans(taken)
-        else:
-            keys = of_keys_turned(k_pages, block, slot, k_at, k_block, k_slot, K_DIM)
-            taken = of_keys(v_pages, block, slot, used, v_at, v_block, v_slot, V_DIM)
+        keys, taken = of_tile(
+            k_pages, v_pages, block, slot, used, k_at, v_at, k_block, k_slot, v_block, v_slot, K_DIM, V_DIM, LATENT
+        )
         logits = logits_of(q, keys, k_scales, block, slot, used, ks_block, ks_slot, SCALED, FP8, EXACT)
         if LATENT:
             logits += logits_of(r, rotated, v_scales, block, slot, used, vs_block, vs_slot, SCALED, FP8, EXACT)
-        if SOFTCAP:
-            logits = bent(logits * scaling, softcap)
+        logits, factor = of_base_2(logits, scaling, softcap, SOFTCAP)
         if (at < all_first) | (at + TILE - 1 > all_last):
             logits = hidden(logits, key, position, first, used)
-        new, weights, before = weighed(logits, factor, part_top)
-        part_total, part_top = part_total * before + row_sums(weights, q, TILE, EXACT), new
-        if SCALED and LATENT:
-            weights = scaled(weights, k_scales, block, slot, used, ks_block, ks_slot)
-        elif SCALED:
-            weights = scaled(weights, v_scales, block, slot, used, vs_block, vs_slot)
-        part_values = part_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
+        new, weights, before = weighed(logits, factor, own_top)
+        own_total, own_top = own_total * before + row_sums(weights, q, TILE, EXACT), new
+        if SCALED:
+            weights = scaled(weights, w_scales, block, slot, used, ws_block, ws_slot)
+        own_values = own_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
     if PARALLEL:
         place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
-        tl.store(tops + of_part, part_top, mask=here)
-        tl.store(sums + of_part, part_total, mask=here)
-        values = part_values
+        tl.store(tops + of_part, own_top, mask=here)
+        tl.store(sums + of_part, own_total, mask=here)
+        values = own_values
     else:
-        place, there = token * o_token, stop > second_part
-        top, total, values = with_part(kept_at, there, top, total, part_top, part_total, part_values, ROWS, V_PAD)
-        if SINKS:
-            top, total, values = with_sinks(top, total, values, sinks, head, here)
-        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
-    where = out + place + head[:, None] * o_head + v_at[None, :]
-    tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
+        place = token * o_token
+        top, total, values = with_part(kept_at, stop > second_part, top, total, own_top, own_total, own_values)
+        values = whole(top, total, values, sinks, head, here, SINKS)
+    store_rows(out + place, values, head, here, v_at, o_head, V_DIM)
 
 
 @triton.jit(do_not_specialize=["t_part"])
@@ -326,9 +376,7 @@ def merge(
         place = part * p_part + tile.to(tl.int64) * p_tile + head * p_head
         found = tl.load(values + place + one[:, None] + v_at[None, :], mask=there, other=0.0)
         top, total, row = merged(top, total, row, tl.load(tops + kept), tl.load(sums + kept), found)
-    if SINKS:
-        top, total, row = with_sinks(top, total, row, sinks, head + one, one == 0)
-    row = row / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = whole(top, total, row, sinks, head + one, one == 0, SINKS)
     token = tl.load(starts + sequence).to(tl.int64)
     where = out + token * o_token + head * o_head + one[:, None] + v_at[None, :]
     tl.store(where, row.to(out.dtype.element_ty), mask=there)
