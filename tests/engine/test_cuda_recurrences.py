@@ -13,9 +13,11 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention.forward_context import Batch
 from engine.gpu import layers
+from engine.gpu.mixture import adoption
+from engine.gpu.mixture import operators as mixture_operators
 from engine.gpu.paged_attention import TritonAttention
 from engine.gpu.recurrent import kernels, norm_kernels, norms, operators  # noqa: F401  (makes the operators known)
-from engine.kernels import modules
+from engine.kernels import experts, modules
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, recurrences
 from engine.runner.captured_steps import Uncapturable, by_modules
@@ -52,6 +54,7 @@ def launched(pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch) -> d
     for module, names in (
         (kernels, ("gated_delta", "state_space_scan", "short_convolution", "short_convolution_step")),
         (norm_kernels, ("unit", "gated")),
+        (mixture_operators.kernels, ("plan", "experts", "clamped_gate", "mix")),
     ):
         for name in names:
             pretended[name] = Launch()
@@ -81,6 +84,9 @@ def pretend(name: str, learnt: ModelRunner) -> ModelRunner:
         elif "NormGated" in type(each).__name__:
             kind = norms.Gated(1e-6, 1, gate_first=True, silu=True, round_first=True)
             each.__dict__.update({modules.REPLACEMENT: norms.GatedNorm, norms.NORM: kind})
+    for mixture in adoption.found_experts(module):  # as `adoption.adopt`
+        sizes = tuple(tuple(each.shape) for each in experts.weights(mixture))
+        mixture.__dict__.update({adoption._SIZES: sizes, modules.REPLACEMENT: adoption.Experts})
     runner.use_paged_attention()
     return runner
 
@@ -105,8 +111,10 @@ def test_recurrent_layers_never_wait_for_the_device(
             pages.states.commit()  # type: ignore[union-attr]
         assert not waits.seen, name
     assert any(launched[name].launched for name in ("gated_delta", "state_space_scan", "short_convolution_step"))
+    every = list(runner.module.modules())
+    assert (launched["plan"].launched > 0) == any(adoption._SIZES in each.__dict__ for each in every)
     assert (launched["unit"].launched > 0) == (launched["gated_delta"].launched > 0)
-    assert (launched["gated"].launched > 0) == any(norms.NORM in each.__dict__ for each in runner.module.modules())
+    assert (launched["gated"].launched > 0) == any(norms.NORM in each.__dict__ for each in every)
 
 
 def test_a_decode_step_can_be_repeated_without_python(
