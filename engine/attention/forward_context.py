@@ -28,7 +28,7 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [blocks,
 
 
 class CudaKernel(Protocol):
-    """Attends over pages on CUDA (engine/gpu/paged_attention.py, engine/gpu/varlen.py)."""
+    """Attends over pages on CUDA (engine/gpu/attention/paged_attention.py, engine/gpu/attention/varlen.py)."""
 
     @property
     def name(self) -> str: ...

@@ -8,7 +8,7 @@ key and value; they call `expander(module)` after reading the pages. Under any o
 does what it always did, which keeps eager the oracle. A module without `expand_kv` keeps expanded pages.
 
 On CUDA the pages need not be expanded where one product does it: `find_products` proves that for a model, and attention
-gets the weight (engine/gpu/latent.py).
+gets the weight (engine/gpu/attention/latent.py).
 """
 
 from __future__ import annotations

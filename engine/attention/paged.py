@@ -4,7 +4,7 @@ Registered once under `paged_kv` in transformers' attention registry, with no ma
 mask and hand theirs over as None. The reference in plain PyTorch gathers each sequence's context through its block
 table. Where the step has compiled operators, single tokens (decode) are attended by `torch.ops.tandem.attend` over the
 pages as they lie; prompt chunks and latent pages stay with the reference. On CUDA a kernel that
-`engine.gpu.kernel_choice` chooses serves the calls that it can.
+`engine.gpu.attention.kernel_choice` chooses serves the calls that it can.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
 Whole blocks are gathered, and slots outside of a sequence's context are overwritten with zeros before they are masked,

@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention import implementation, mla, paged
 from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
-from engine.gpu import block_digest, kernel_choice, layers
+from engine.gpu import block_digest, layers
+from engine.gpu.attention import kernel_choice
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kernels.experts import stacks
 from engine.kv.kv_cache import KvCache, layout_of

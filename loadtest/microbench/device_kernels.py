@@ -34,7 +34,8 @@ from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding import sampler, structured_output
 from engine.engine import Engine
-from engine.gpu import block_digest, kernel_choice, layers
+from engine.gpu import block_digest, layers
+from engine.gpu.attention import kernel_choice
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
@@ -76,7 +77,9 @@ def calls() -> Iterator[CallFacts]:
 
 
 def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
-    from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
+    from engine.gpu.attention.paged_attention import (
+        TritonAttention,  # torch for CUDA brings Triton, the one for CPU does not
+    )
 
     kernel = TritonAttention(LONGEST, EXPANDED)
     if refused := kernel.refusal(fact, kept or dtype, BLOCK_SIZE):
@@ -87,8 +90,8 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
 
 def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
     """A token alone and in a chunk: tiles of two shapes, whose tensor-core instructions differ from Hopper on."""
-    from engine.gpu import latent  # as above
-    from engine.gpu.paged_attention import TritonAttention  # as above
+    from engine.gpu.attention import latent  # as above
+    from engine.gpu.attention.paged_attention import TritonAttention  # as above
 
     done, new, generator = 690, 10, torch.Generator(device).manual_seed(0)
     table = list(range(-(-(done + new) // BLOCK_SIZE)))

@@ -118,7 +118,8 @@ def latents(
 
 def attending(what: str, architecture: int, facts: CallFacts, single: bool, kept: str, dtype: torch.dtype) -> Code:
     """The kernel of one attention call."""
-    from engine.gpu import attention_kernels, paged_attention
+    from engine.gpu.attention import kernels as attention_kernels
+    from engine.gpu.attention import paged_attention
 
     elements, pointer = KEPT[kept]
     pages = torch.empty(1, 16, 1, 1, dtype=elements or dtype)
@@ -145,7 +146,8 @@ def attending(what: str, architecture: int, facts: CallFacts, single: bool, kept
 
 def each_head(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtype = torch.bfloat16) -> Code:
     """The product of queries or of attention's results with what expands latents."""
-    from engine.gpu import latent, product_kernels
+    from engine.gpu import product_kernels
+    from engine.gpu.attention import latent
 
     tiling = latent.tiling_of(1 if few else MANY, n, dtype, architecture)
     launch = tiling.launch

@@ -18,7 +18,7 @@ from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine
-from engine.gpu.varlen import FA3
+from engine.gpu.attention.varlen import FA3
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_cache_spec import CallFacts
 from engine.loading.model_loader import load_model

@@ -28,8 +28,9 @@ from engine.attention import mla
 from engine.attention.forward_context import Batch, Step
 from engine.core.sequence import Sequence
 from engine.decoding import sampler
-from engine.gpu import layers, paged_attention, products, sampling, sampling_kernel
-from engine.gpu.paged_attention import TritonAttention
+from engine.gpu import layers, products, sampling, sampling_kernel
+from engine.gpu.attention import paged_attention
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import modules
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig

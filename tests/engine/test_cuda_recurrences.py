@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention.forward_context import Batch
 from engine.gpu import layers
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.mixture import adoption
 from engine.gpu.mixture import operators as mixture_operators
-from engine.gpu.paged_attention import TritonAttention
 from engine.gpu.recurrent import kernels, norm_kernels, norms, operators  # noqa: F401  (makes the operators known)
 from engine.kernels import experts, modules
 from engine.loading.model_loader import load_model

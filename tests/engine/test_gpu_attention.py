@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
-from engine.gpu import attention_kernels, kernel_choice, paged_attention
-from engine.gpu.paged_attention import TritonAttention
+from engine.gpu.attention import kernel_choice, paged_attention
+from engine.gpu.attention import kernels as attention_kernels
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import (
     CallFacts,

@@ -19,8 +19,8 @@ from engine.attention.forward_context import Batch, on_device
 from engine.core.engine_config import EngineConfig
 from engine.engine import Engine
 from engine.gpu import layers
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.operators import ops
-from engine.gpu.paged_attention import TritonAttention
 from engine.gpu.recurrent import operators  # noqa: F401  (makes the operators known)
 from engine.kv.kv_cache import KvCache
 from engine.loading import state_probe

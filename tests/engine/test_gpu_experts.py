@@ -18,9 +18,9 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention.forward_context import Batch
 from engine.gpu import layers, products
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.mixture import adoption, operators
 from engine.gpu.operators import ops
-from engine.gpu.paged_attention import TritonAttention
 from engine.gpu.products import Tiling
 from engine.kernels import modules
 from engine.loading.model_loader import load_model

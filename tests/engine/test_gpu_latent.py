@@ -17,8 +17,9 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 from engine.attention import mla, paged
 from engine.attention.forward_context import Batch, Step
 from engine.attention.mla import Expanded
-from engine.gpu import kernel_choice, latent, layers, paged_attention
-from engine.gpu.paged_attention import TritonAttention
+from engine.gpu import layers
+from engine.gpu.attention import kernel_choice, latent, paged_attention
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model

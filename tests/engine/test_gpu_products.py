@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.attention.forward_context import Batch
 from engine.gpu import layers, products
-from engine.gpu.paged_attention import TritonAttention
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.products import Tiling, linear
 from engine.kernels import modules
 from engine.loading.model_loader import load_model

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
 from engine.attention.forward_context import Batch, Step
-from engine.gpu import codes, layers, paged_attention, product_kernels, products
-from engine.gpu.paged_attention import TritonAttention
+from engine.gpu import codes, layers, product_kernels, products
+from engine.gpu.attention import paged_attention
+from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import weight_quantization
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, traced_forward

@@ -13,8 +13,8 @@ from torch.nn.attention import varlen as torch_varlen
 
 from engine.attention import paged
 from engine.attention.forward_context import Batch
-from engine.gpu import kernel_choice, varlen
-from engine.gpu.varlen import FA2, FA3, Varlen, refusal
+from engine.gpu.attention import kernel_choice, varlen
+from engine.gpu.attention.varlen import FA2, FA3, Varlen, refusal
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model
 from tests.engine.stand_ins import checked

@@ -12,8 +12,8 @@ import torch
 
 from engine.attention.forward_context import Batch, CudaKernel, Step
 from engine.attention.mla import Expanded, Expander, expander_of
-from engine.gpu import varlen
-from engine.gpu.varlen import Varlen
+from engine.gpu.attention import varlen
+from engine.gpu.attention.varlen import Varlen
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts, SlidingWindowSpec
@@ -32,7 +32,9 @@ def candidates(device: torch.device, max_model_len: int, absorbed: Expanded | No
     if device.type != "cuda":
         return
     if importlib.util.find_spec("triton") is not None:
-        from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
+        from engine.gpu.attention.paged_attention import (
+            TritonAttention,  # torch for CUDA brings Triton, the one for CPU does not
+        )
 
         yield TritonAttention(max_model_len, absorbed)
     if (kernel := varlen.available(device)) is not None:
@@ -113,7 +115,7 @@ def _expansion(
     is wrong with the kernel's products by it."""
     if not fact.latent:
         return fact.k_dim, None, None, None
-    from engine.gpu import latent  # as above
+    from engine.gpu.attention import latent  # as above
 
     sizes = kernel.absorbed
     assert sizes is not None, "a kernel that serves latents knows what they are expanded to"

@@ -1,4 +1,4 @@
-"""The Triton kernels of engine/gpu/paged_attention.py, which has the order of their sums.
+"""The Triton kernels of engine/gpu/attention/paged_attention.py, which has the order of their sums.
 
 Logits are in base 2, where exp2 is one instruction.
 """

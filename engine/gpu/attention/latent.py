@@ -5,13 +5,14 @@ A module expands a latent c with one weight, of each head U (keys) and W (values
     key = (U c, r)   value = W c        q . key = (q U) . c + turned q . r        sum of p value = W (sum of p c)
 
 So attention reads each latent once, as a key and as a value, for all heads, and nothing of the context is expanded.
-`absorbed` and `expanded` are the two products; engine/gpu/attention_kernels.py is what lies between them. As those of
+`absorbed` and `expanded` are the two products; engine/gpu/attention/kernels.py is what lies between them. As those of
 engine/gpu/products.py, they add along the summed dimension in one float32 chain, whatever the number of rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -82,12 +83,16 @@ def differs(fact: CallFacts, sizes: Expanded, dtype: torch.dtype, generator: tor
         x = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
         expected = (x.float().transpose(0, 1) @ exact).transpose(0, 1)
         try:
-            found = multiply(x)
-            problem = trial.differs(found, expected) or trial.other_bits(
-                lambda rows, multiply=multiply: (multiply(rows),), (x,), (found,), layers.ROWS
-            )
+            problem = _wrong(multiply, x, expected)
         except (RuntimeError, TypeError, ValueError) as error:
             problem = f"fails: {str(error).strip().partition(chr(10))[0]}"
         if problem:
             return f"product of latents' {what} {problem}"
     return None
+
+
+def _wrong(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor) -> str | None:
+    found = multiply(x)
+    return trial.differs(found, expected) or trial.other_bits(
+        lambda rows: (multiply(rows),), (x,), (found,), layers.ROWS
+    )

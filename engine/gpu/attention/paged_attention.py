@@ -11,7 +11,7 @@ row's bits follow from its own sequence alone: not from the rest of the step, an
 this step. Sequences with one query run their parts in parallel, and a second kernel merges them; the others run and
 merge them in one program. Both do the same arithmetic. The kernels are in attention_kernels.py.
 
-Pages of latents are read as they are: engine/gpu/latent.py.
+Pages of latents are read as they are: engine/gpu/attention/latent.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 
 from engine.attention.forward_context import Scales, Step
 from engine.attention.mla import Expanded
-from engine.gpu.attention_kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
-from engine.gpu.latent import absorbed, expanded
+from engine.gpu.attention.kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
+from engine.gpu.attention.latent import absorbed, expanded
 from engine.gpu.operators import capability_of, operator, ops
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
