@@ -99,16 +99,16 @@ def store_rows(out, x, head, here, at, by_head, DIM: tl.constexpr):
 
 
 @triton.jit
-def of_keys(pages, block, slot, used, at, by_block, by_slot, DIM: tl.constexpr):
+def of_keys(pages, block, slot, first, used, at, by_block, by_slot, DIM: tl.constexpr):
     """`[keys, d]`: elements `at` of each key or value of a head."""
-    place = block[:, None] * by_block + slot[:, None] * by_slot + at[None, :]
+    place = block[:, None] * by_block + slot[:, None] * by_slot + first + at[None, :]
     return tl.load(pages + place, mask=used[:, None] & (at < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def of_keys_turned(pages, block, slot, at, by_block, by_slot, DIM: tl.constexpr):
+def of_keys_turned(pages, block, slot, first, at, by_block, by_slot, DIM: tl.constexpr):
     """`[d, keys]`. Those beyond the last key are of block 0, which is memory of ours; `hidden` hides their logits."""
-    place = block[None, :] * by_block + slot[None, :] * by_slot + at[:, None]
+    place = block[None, :] * by_block + slot[None, :] * by_slot + first + at[:, None]
     return tl.load(pages + place, mask=(at < DIM)[:, None], other=0.0)
 
 
@@ -118,6 +118,8 @@ def of_tile(
     v_pages,
     block,
     slot,
+    k_first,
+    v_first,
     used,
     k_at,
     v_at,
@@ -131,11 +133,11 @@ def of_tile(
 ):
     """The keys `[d, keys]` and values `[keys, d]` of a tile; latents are both."""
     if LATENT:
-        taken = of_keys(k_pages, block, slot, used, k_at, k_block, k_slot, K_DIM)
+        taken = of_keys(k_pages, block, slot, k_first, used, k_at, k_block, k_slot, K_DIM)
         keys = tl.trans(taken)
     else:
-        keys = of_keys_turned(k_pages, block, slot, k_at, k_block, k_slot, K_DIM)
-        taken = of_keys(v_pages, block, slot, used, v_at, v_block, v_slot, V_DIM)
+        keys = of_keys_turned(k_pages, block, slot, k_first, k_at, k_block, k_slot, K_DIM)
+        taken = of_keys(v_pages, block, slot, v_first, used, v_at, v_block, v_slot, V_DIM)
     return keys, taken
 
 
@@ -286,7 +288,7 @@ def attend(
     head, here = kv_head * HEADS + of_kv_head, (number < count) & (of_kv_head < HEADS)
     position, token = context - count + number, (start + number)[:, None].to(tl.int64)
     q = of_rows(query, token, head, here, k_at, q_token, q_head, K_DIM)
-    k_pages, v_pages = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    k_first, v_first = kv_head * k_head, kv_head * v_head  # added to each address: fewer registers
     k_scales, v_scales = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
     w_scales, ws_block, ws_slot = v_scales, vs_block, vs_slot  # of the values
     if LATENT:
@@ -312,10 +314,11 @@ def attend(
         used, slot = key < end, key % BLOCK
         block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
         if LATENT:
-            rotated = of_keys_turned(v_pages, block, slot, r_at, v_block, v_slot, R_DIM)
+            rotated = of_keys_turned(v_pages, block, slot, v_first, r_at, v_block, v_slot, R_DIM)
         keys, taken = of_tile(
-            k_pages, v_pages, block, slot, used, k_at, v_at, k_block, k_slot, v_block, v_slot, K_DIM, V_DIM, LATENT
-        )
+            k_pages, v_pages, block, slot, k_first, v_first, used, k_at, v_at, k_block, k_slot, v_block, v_slot,
+            K_DIM, V_DIM, LATENT,
+        )  # fmt: skip
         logits = logits_of(q, keys, k_scales, block, slot, used, ks_block, ks_slot, SCALED, FP8, EXACT)
         if LATENT:
             logits += logits_of(r, rotated, v_scales, block, slot, used, vs_block, vs_slot, SCALED, FP8, EXACT)
@@ -331,12 +334,11 @@ def attend(
         place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
         tl.store(tops + of_part, own_top, mask=here)
         tl.store(sums + of_part, own_total, mask=here)
-        values = own_values
     else:
         place = token * o_token
-        top, total, values = with_part(kept_at, stop > second_part, top, total, own_top, own_total, own_values)
-        values = whole(top, total, values, sinks, head, here, SINKS)
-    store_rows(out + place, values, head, here, v_at, o_head, V_DIM)
+        top, total, own_values = with_part(kept_at, stop > second_part, top, total, own_top, own_total, own_values)
+        own_values = whole(top, total, own_values, sinks, head, here, SINKS)
+    store_rows(out + place, own_values, head, here, v_at, o_head, V_DIM)
 
 
 @triton.jit(do_not_specialize=["t_part"])

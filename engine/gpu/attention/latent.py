@@ -23,6 +23,7 @@ from engine.gpu.operators import capability_of
 from engine.gpu.products import Tiling, cdiv
 from engine.kv.kv_cache_spec import CallFacts
 
+MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 AMPERE, BLACKWELL = 80, 100  # the first compute capability of these generations, times 10
 
 
@@ -53,7 +54,8 @@ def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     launch = {name: number for name, number in tiling.launch.items() if name != "BAND"}
     kernels.each_head[(cdiv(tokens, tiling.rows), cdiv(n, tiling.columns), heads)](
         x, weight, out, tokens, n, k, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        **launch, WHOLE=k % tiling.depth == 0, EXACT=x.dtype == torch.float32 or kernels.INTERPRETED,
+        **launch, maxnreg=MOST_REGISTERS, WHOLE=k % tiling.depth == 0,
+        EXACT=x.dtype == torch.float32 or kernels.INTERPRETED,
     )  # fmt: skip
     return out
 

@@ -64,7 +64,9 @@ class Tiling:
             keys = 32
         else:
             keys = 64
-        several = 3 if large <= (64 if wide or quantised else 128) else 1 if large > 256 and wide else 2
+        several = 3 if large <= (64 if wide or quantised else 128) else 2
+        if large > 256 and (wide or (quantised and facts.latent)):
+            several = 1
         warps = 2 if keys == 64 and not quantised else 4 if large <= (128 if wide else 256) else 8
         return Tiling(
             rows_of_one=max(LEAST_DOT, padded_group(facts, pages)),
