@@ -8,18 +8,16 @@ import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import psutil
 import torch
 
-from engine import kernels
+from engine import calibration, kernels
 from engine.attention.forward_context import Batch
 from engine.core.engine_config import EngineConfig
 from engine.core.kv_layout import slot_bytes
 from engine.core.scheduler import EXTRA_LOGITS
-from engine.core.step_time import MANY, StepTime
 from engine.decoding import sampler
 from engine.decoding.grammars import Grammars
 from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
@@ -40,7 +38,6 @@ from tandem.settings import Settings
 log = logging.getLogger(__name__)
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
-CALIBRATION_TOKENS = 256
 # Tokens of a step where the settings name none. On a GPU a smaller step would spend its time launching kernels.
 BUDGETS = {"cpu": 512, "cuda": 8192}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,7 +70,8 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
     _check_order(settings, model)
     draft = _draft_model(settings, model, say) if generates and settings.speculation != "off" else None
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
-    pace = _calibrate(model, settings)
+    longest = min(model.max_model_len - 1, token_budget(settings, device))
+    pace = calibration.pace(model, longest, settings.max_num_seqs, settings.block_size)
     say(
         f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
@@ -108,6 +106,8 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
         say(f"sampling: {f'plain PyTorch, because the kernel {problem}' if problem else 'cuda (triton)'}")
     if decodes:
         say(f"decode steps: {engine.capture()}")
+        if engine.decode is not None and device.type == "cuda":
+            pace.captured(calibration.captured_seconds(engine))
     return engine
 
 
@@ -155,30 +155,6 @@ def _load_ranks(
     model.ranks = ranks
     say(f"{size} ranks have loaded their parts; {described([loading.memory(), *ranks.memory])}")
     return model
-
-
-def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
-    """Times a prompt and steps of one stream and of several, each the second time: the first warms up."""
-    length = min(model.max_model_len - 1, token_budget(settings, model.device), CALIBRATION_TOKENS)
-    several = min(1 + MANY, settings.max_num_seqs)
-    blocks = -(-(length + 1) // settings.block_size)
-    pages = model.allocate(blocks, settings.block_size, several)
-    table = list(range(blocks))
-
-    def seconds(first: int, count: int, sequences: int = 1) -> float:
-        batch = Batch()
-        for _ in range(sequences):
-            batch.add([at % model.vocab_size for at in range(first, first + count)], first, table, [count - 1])
-        batch.slots = list(range(sequences))
-        model.forward(pages, batch)
-        start = perf_counter()
-        model.forward(pages, batch).cpu()  # on a GPU: waits for it
-        return perf_counter() - start
-
-    prompt = seconds(0, length)
-    single, batched = seconds(length, 1), seconds(length, 1, several)
-    own = max(prompt - single, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
-    return StepTime(single, max(0.0, batched - single) / max(1, several - 1), length / own)
 
 
 def _check_order(settings: Settings, model: ModelRunner) -> None:

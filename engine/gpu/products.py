@@ -48,8 +48,8 @@ class Tiling:
         if rows > FEW:
             columns = 128 if depth is None else 64  # a group's sum takes registers, too
             return Tiling(256 if capability == 90 and depth is None else 128, columns, depth or 64, 8, 4)
-        # Of a tile with fewer than 64 rows Blackwell's product is another instruction.
-        tall, columns = 16 if rows <= 16 and capability < 100 else 64, 64 if n > WIDE else 32
+        # Of a tile with fewer than 64 rows Blackwell's product is another instruction, and that over codes permutes k.
+        tall, columns = 16 if rows <= 16 and capability < 100 and depth is None else 64, 64 if n > WIDE else 32
         deep = depth or 128
         stages = min(6, SHARED.get(capability, SHARED[89]) // ((tall + columns) * deep * dtype.itemsize))
         return Tiling(tall, columns, deep, 4, stages)

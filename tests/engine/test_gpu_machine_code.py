@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.microbench.machine_code import Code
+from loadtest.microbench.machine_code import Code, other_order
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 ROOT = Path(__file__).parents[2]
@@ -89,3 +89,14 @@ def test_control_each_problem_is_one(code: Code, problem: str) -> None:
     """A stack, too much shared memory, no tensor cores, sums that no product makes."""
     assert problem in code.problem
     assert bool(code.problem) == bool(problem)
+
+
+def test_control_products_of_permuted_operands_are_noticed() -> None:
+    """Bytes that are widened in registers come four at a time there: a token alone would be summed in another order
+    than in a chunk. What another architecture does, does not matter."""
+    alone, chunk, elsewhere = (
+        Code(f"attend 64, int8 KV, {what}", architecture, 90, 0, 20_000, 16, widths=frozenset(widths))
+        for what, architecture, widths in (("one query", 90, {2, 4}), ("prompts", 90, {2}), ("prompts", 80, {2, 4}))
+    )
+    assert other_order([alone, chunk, elsewhere]) == [chunk]
+    assert other_order([chunk, elsewhere]) == []

@@ -140,3 +140,44 @@ def test_an_engine_computes_prompts_beside_streams_for_as_long_as_it_is_told(che
         engine.add(Sequence(id="long", tokens=[7] * 200, prompt_len=200, max_len=210))
         engine.step()
         assert (engine.streams, engine.prompt_tokens) == (1, tokens)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["as it is", "control: no fixed part"])
+def test_prompts_beside_streams_advance_where_each_such_step_has_a_fixed_price(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step takes 3 ms; one with prompts is not captured and takes 22 ms more, and 30,000 tokens a second.
+    Charged to the tokens, the 22 ms made each next step smaller, down to 8 tokens: 8,000 took half a minute."""
+    if not known:
+        monkeypatch.setattr(StepTime, "prompts_s", property(lambda pace: 0.0))
+    pace, tokens, seconds = StepTime(0.022, 0.0001, 28_000), 0, 0.0
+    pace.captured(0.003)
+    for _ in range(600):
+        pace.learn(0, 4, 0.003)
+        count = pace.prompt_tokens_beside(4, 8.0)
+        took = 0.003 + 0.022 + count / 30_000
+        pace.learn(count, 4, took)
+        tokens, seconds = tokens + count, seconds + took
+    assert (tokens / seconds > 0.4 * 30_000) == known
+    assert took < 0.003 + 3.5 * 0.022  # and the streams do not wait for longer than that
+
+
+def test_a_machine_that_is_slower_than_at_its_start_comes_out_of_small_steps() -> None:
+    """The fixed part is twice what was measured at load, and steps of streams had not been captured yet."""
+    pace = StepTime(0.022, 0.0001, 28_000)
+    for _ in range(1500):
+        pace.learn(0, 4, 0.003)
+        count = pace.prompt_tokens_beside(4, 8.0)
+        pace.learn(count, 4, 0.003 + 0.044 + count / 30_000)
+    assert pace.prompts_s == pytest.approx(0.044, rel=0.4)
+    assert pace.prompt_rate > 15_000
+
+
+def test_a_fixed_price_that_is_not_there_is_not_learnt() -> None:
+    """On a CPU a step with prompts costs what its tokens cost, and as many fit beside streams as before."""
+    pace, some = StepTime(0.020, 0.001, 900), random.Random(2)
+    for _ in range(500):
+        count = some.randint(8, 512)
+        pace.learn(count, 4, 0.023 + count / 1000 * some.uniform(0.9, 1.1))
+    assert pace.prompts_s < 0.002
+    assert pace.prompt_rate == pytest.approx(1000, rel=0.05)

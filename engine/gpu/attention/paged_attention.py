@@ -36,6 +36,7 @@ LARGEST_HEAD = 512
 MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 WARPS = 8  # of a program with a tile of several queries
 HOPPER, BLACKWELL = 90, 100  # the first compute capability of these generations, times 10
+LEAST_WGMMA = 64  # rows of a product by the instruction of Hopper
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 
 Tiles = tuple[torch.Tensor, torch.Tensor]  # of each tile: its sequence, and its first query in that; int32
@@ -67,10 +68,14 @@ class Tiling:
         several = 3 if large <= (64 if wide or quantised else 128) else 2
         if large > 256 and (wide or (quantised and facts.latent)):
             several = 1
+        rows, alone = rows_of(facts, pages), max(LEAST_DOT, padded_group(facts, pages))
         warps = 2 if keys == 64 and not quantised else 4 if large <= (128 if wide else 256) else 8
+        if quantised and hopper and rows >= LEAST_WGMMA:
+            # For fewer rows Triton permutes widened bytes along k, which is another order of the sum.
+            alone, warps = LEAST_WGMMA, WARPS
         return Tiling(
-            rows_of_one=max(LEAST_DOT, padded_group(facts, pages)),
-            rows=rows_of(facts, pages),
+            rows_of_one=alone,
+            rows=rows,
             keys=keys,
             warps_of_one=8 if facts.latent else warps,  # latents fill the rows of a tile
             stages_of_one=min(several, 2),
