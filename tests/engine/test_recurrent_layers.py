@@ -31,7 +31,7 @@ from tests.support.engine_runs import asked_of, right, run
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
-EXACT = 5e-5  # standard deviations of the logits
+EXACT = 1e-4  # standard deviations of the logits; float32 roundings: up to 5.2e-5, of Qwen3-Next on a Zen 4
 LENGTHS, NEW, SIZE = (5, 40, 1, 23), 12, 4
 ONE_OF_EACH = ("qwen3-next", "falcon-h1", "lfm2", "jamba")  # gated delta rule, Mamba-2, convolution, Mamba-1
 

@@ -157,7 +157,13 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tenant_slots",),
     ),
     "engine": (
-        *(("builder", "follower"), ("engine_thread",), ("engine",), ("run_ahead",), ("loading", "decoding")),
+        *(
+            ("builder", "follower"),
+            ("engine_thread", "calibration"),
+            ("engine",),
+            ("run_ahead",),
+            ("loading", "decoding"),
+        ),
         *(("runner",), ("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
