@@ -233,7 +233,7 @@ def _device(settings: Settings) -> torch.device:
                 field="device",
                 bound="cuda without expandable_segments",
             )
-    if settings.gpu_share < 1:  # not yet run on a GPU
+    if settings.gpu_share < 1:
         torch.cuda.set_per_process_memory_fraction(settings.gpu_share, device)
     return device
 
@@ -306,7 +306,7 @@ def _profile(model: ModelRunner, settings: Settings) -> int:
     """Run the largest step once; bytes by which it raised the peak."""
     batch, blocks = _largest_step(model, settings)
     pages = model.allocate(blocks, settings.block_size)
-    if model.device.type == "cuda":  # not yet run on a GPU
+    if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
         before = torch.cuda.memory_allocated(model.device)
         model.forward(pages, batch)
@@ -348,7 +348,7 @@ def _free_bytes(device: torch.device, kept: int, gpu_share: float = 1.0) -> int:
     `kept` bytes of mapped files must stay resident, though the kernel counts them as available. Each worker that maps
     the same file subtracts them from the number that contains them once.
     """
-    if device.type == "cuda":  # not yet run on a GPU
+    if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(free, int(gpu_share * total) - torch.cuda.memory_reserved(device))
     return min(psutil.virtual_memory().available, _cgroup_free()) - kept

@@ -16,8 +16,8 @@ the flight has landed: nothing is admitted or preempted while a flight is queued
 dropped at any time: no block becomes free while the device may still write to it. Blocks in the prefix cache are full,
 and a flight never writes to them.
 
-Only on CUDA, where the device computes while the host does something else; on CPU one thread does both. Not yet run on
-a GPU: tests/engine/test_run_ahead.py runs it on a stand-in that computes as late as it may.
+Only on CUDA, where the device computes while the host does something else; on CPU one thread does both.
+tests/engine/test_run_ahead.py runs it on a stand-in that computes as late as it may.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host numbers as a tensor, without waiting for the device: on CUDA a copy from pinned memory is put in the queue.
 
-    torch does not reuse the pinned memory before the copy has ended. (CUDA: not yet run on a GPU.)
+    torch does not reuse the pinned memory before the copy has ended.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
@@ -74,7 +74,7 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 def done_behind(device: torch.device) -> Callable[[], object]:
     """Returns a function that waits until the device has done everything that this thread has queued so far; on CPU it
-    returns at once. (CUDA: not yet run on a GPU.)"""
+    returns at once."""
     if device.type != "cuda":
         return lambda: None
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,6 +1,5 @@
 """The content of a block's digest: in host memory its bytes; on a GPU two sums over all its words, by one kernel for
-many blocks. The kernel has not yet run on a GPU: Triton's interpreter proves the numbers
-(tests/engine/test_gpu_digest.py).
+many blocks (tests/engine/test_gpu_digest.py).
 
     sums[n] = sum over i of word[i] * key_n(i)  modulo 2^64        word: 32 bits, n: 0 and 1
 

@@ -1,5 +1,5 @@
-"""Quantised weights on CUDA, in rows that a Triton kernel multiplies directly. Not yet run on a GPU: Triton's
-interpreter proves the numbers (tests/engine/test_gpu_codes.py).
+"""Quantised weights on CUDA, in rows that a Triton kernel multiplies directly
+(tests/engine/test_gpu_codes.py).
 
     int8, fp8   a byte for each weight, [n, k]
     int4        half a byte, plus its zero: byte i of a tile of DEPTH has the codes of its k = i and k = DEPTH / 2 + i

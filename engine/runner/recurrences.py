@@ -8,7 +8,7 @@ functions where they differ.
 Unlike transformers' functions, the operators always compute the tokens one after another, so a token's result has the
 same bits in any chunk and batch. If they get `SlotRows` instead of a state, they read the slots' states in place and
 write the new ones to the other rows. On CPU they are compiled (engine/kernels), on CUDA Triton's
-(engine/gpu/recurrent), with the same names and signatures, which have not yet run on a GPU.
+(engine/gpu/recurrent), with the same names and signatures.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class OwnerThread:
 def _enter_device(index: int) -> None:
     """Selects the pages' GPU for this thread, which creates the thread's CUDA context. UCX uses the context of the
     thread that registers and reads; without one it does not find the fast links of CUDA memory (from the sources of
-    NIXL 1.5 and UCX; not yet run on a GPU)."""
+    NIXL 1.5 and UCX)."""
     import torch  # imported here, because KV in host memory does not need it
 
     torch.cuda.set_device(index)

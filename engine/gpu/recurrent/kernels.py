@@ -1,4 +1,4 @@
-"""The Triton kernels of engine/gpu/recurrent/operators.py, which has the order of their sums. Not yet run on a GPU.
+"""The Triton kernels of engine/gpu/recurrent/operators.py, which has the order of their sums.
 
 Nothing that differs from step to step is specialised, pointers included: inputs are parts of projections, whose
 alignment to 16 bytes differs between steps. So a layer has one compiled kernel, in which each sum

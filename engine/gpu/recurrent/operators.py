@@ -1,7 +1,6 @@
 """The recurrences of engine/kernels (recurrences.cpp, state_space.cpp) in Triton, with the same names and signatures.
 
-Not yet run on a GPU: Triton's interpreter proves the numbers (tests/engine/test_gpu_recurrences.py), ptxas the machine
-code.
+Tested by Triton's interpreter (tests/engine/test_gpu_recurrences.py).
 
     gated delta rule    S = decay S;  u = beta (v - k S);  S = S + k' u;  out = q S         S [dk, dv] of each head
     state space         S = decay S + (dt x) B;  y = S C + D x                              S [size] of each channel
