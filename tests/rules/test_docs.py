@@ -199,7 +199,7 @@ def unnamed(text: str) -> list[str]:
         title
         for title, body in zip(sections[1::2], sections[2::2], strict=True)
         if title not in NO_PROCESSOR and re.search(r"^\|.*\d.*\|$", body, re.MULTILINE)
-        if not re.search(r"Zen \d|Xeon", body)
+        if not re.search(r"Zen \d|Xeon|NVIDIA [A-Z]\d", body)
     ]
 
 
