@@ -38,6 +38,7 @@ def operator(signature: str) -> Callable[[Function], Function]:
     return register
 
 
+@functools.cache
 def capability_of(device: torch.device) -> int:
     """Compute capability times 10; that of Hopper for Triton's interpreter."""
     if device.type != "cuda":
