@@ -94,7 +94,11 @@ def ask(plan: Plan, vocab: int, target: str) -> list[Completion]:
 
         client.generate(chosen.choices(range(vocab), k=plan.prompt), max_tokens=2, timeout=TIMEOUT_S)
         start = perf_counter()
-        answers = list(threads.map(answer, range(plan.requests)))
+        try:
+            answers = list(threads.map(answer, range(plan.requests)))
+        except TandemError:
+            threads.shutdown(wait=False, cancel_futures=True)  # the others would wait for as long, one after another
+            raise
         print(f"{plan.requests} prompts of {plan.prompt} tokens in {perf_counter() - start:.1f} s", flush=True)
     return answers
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from loadtest.harness.random_checkpoints import HYBRID, make_module
 from loadtest.microbench import device_kernels
 from loadtest.microbench.device import NO_CUDA, TINY, Floors, mixtures
 from loadtest.microbench.recurrence import REST
+from loadtest.scenarios import device_handoff
 
 CPU = torch.device("cpu")
 MIXTURE = {
@@ -169,3 +172,49 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 4
     assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "held", "wrong"),
+    [
+        ({}, [], 0),
+        ({"token_ids": [1, 3]}, [], 1),
+        ({"attempts": 2}, [], 1),
+        ({"path": "local"}, [], 1),
+        ({}, ["decode-0: a request holds 4"], 1),
+    ],
+    ids=["right", "another token", "a second attempt", "no handoff", "a block that is held"],
+)
+def test_control_each_difference_of_a_pair_is_counted(changes: dict[str, Any], held: list[str], wrong: int) -> None:
+    """Tokens, the path of the KV, and the books."""
+
+    def answer(**given: Any) -> Any:
+        receipt = {"path": "disaggregated", "attempts": 1, "notes": [], "ttft": 0.1, "tpot": 0.01, "transfer": None}
+        own = {"token_ids": [1, 2], **{key: value for key, value in given.items() if key == "token_ids"}}
+        return SimpleNamespace(**own, receipt=SimpleNamespace(**receipt | given))
+
+    assert device_handoff.report([answer()], [answer(**changes)], held) == wrong
+
+
+def test_control_a_process_that_dies_is_one_wrong_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel can end a process. Another one goes on with the next check."""
+    ours = [SimpleNamespace(recv=_raise_eof, send=None), SimpleNamespace(recv=lambda: ("equal", True), send=None)]
+    started: list[str] = []
+
+    def process(first: str, device: torch.device) -> Any:
+        started.append(first)
+        return _Hashable(ours[len(started) - 1])
+
+    monkeypatch.setattr(device_kernels, "_process", process)
+    monkeypatch.setattr(device_kernels, "wait", lambda connections: connections)
+    assert device_kernels.run_at_once(["a", "b"], CPU, 1) == 1
+    assert started == ["a", "b"]
+
+
+def _raise_eof() -> Any:
+    raise EOFError
+
+
+class _Hashable:
+    def __init__(self, connection: Any) -> None:
+        self.recv, self.send = connection.recv, connection.send
