@@ -155,7 +155,8 @@ def each_head(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtyp
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     del launch["BAND"]
-    options |= {"maxnreg": latent.MOST_REGISTERS}
+    if (most := latent.most_registers(dtype)) is not None:
+        options |= {"maxnreg": most}
     fixed = {"WHOLE": k % tiling.depth == 0, "EXACT": dtype == torch.float32, "w_col" if n > k else "w_depth": 1}
     types = dict.fromkeys(("x", "weight", "out"), NAMES[dtype])
     name = f"each head {n} x {k}{', float32' if dtype == torch.float32 else ''}, {'few rows' if few else 'many'}"

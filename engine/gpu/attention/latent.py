@@ -23,7 +23,6 @@ from engine.gpu.operators import capability_of
 from engine.gpu.products import Tiling, cdiv
 from engine.kv.kv_cache_spec import CallFacts
 
-MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 AMPERE, BLACKWELL = 80, 100  # the first compute capability of these generations, times 10
 
 
@@ -54,10 +53,15 @@ def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     launch = {name: number for name, number in tiling.launch.items() if name != "BAND"}
     kernels.each_head[(cdiv(tokens, tiling.rows), cdiv(n, tiling.columns), heads)](
         x, weight, out, tokens, n, k, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        **launch, maxnreg=MOST_REGISTERS, WHOLE=k % tiling.depth == 0,
+        **launch, maxnreg=most_registers(x.dtype), WHOLE=k % tiling.depth == 0,
         EXACT=x.dtype == torch.float32 or kernels.INTERPRETED,
     )  # fmt: skip
     return out
+
+
+def most_registers(dtype: torch.dtype) -> int | None:
+    """Of a thread; None is ptxas's own choice, which in 16 bits stops early to fit more programs, and spills."""
+    return None if dtype == torch.float32 else 255
 
 
 def tiling_of(tokens: int, n: int, dtype: torch.dtype, capability: int) -> Tiling:
