@@ -81,6 +81,7 @@ class Code:
     tensor_cores: int  # instructions
     products: bool = True  # it has matrix products, in tiles of several shapes, so it must use tensor cores
     sums: int = 0  # along a dimension of a tile, in an order that follows from the tile's shape
+    barriers: int | None = None  # of its longest loop after what that stores; None: it stores nothing
     widths: frozenset[int] = frozenset()  # neighbours along k of a product that one register of an operand holds
 
     @property
@@ -92,6 +93,8 @@ class Code:
             return f"more shared memory than {SHARED_KIB[self.architecture]} KiB"
         if self.products and self.sums:
             return "sums whose order follows from the shape of a tile"
+        if self.kernel.startswith("attend") and self.barriers == 0:  # other threads load what the loop stores
+            return "no barrier after what its loop stores"
         return "no tensor cores" if self.products and not self.tensor_cores else ""
 
 
@@ -365,8 +368,21 @@ def compiled(
     widths = {int(width) for width in re.findall(r"tt\.dot .*?opIdx = 1[^>]*?kWidth = (\d)", layouts)}
     widths |= {NATURAL} if re.search(r"warp_group_dot|tc_gen5_mma", layouts) else set()
     sums = len(re.findall(SUM, layouts))
-    shared = made.metadata.shared
-    return Code(name, architecture, registers, stack + local, shared, tensor_cores, sums=sums, widths=frozenset(widths))
+    code = Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
+    return replace(code, sums=sums, widths=frozenset(widths), barriers=barriers(made.asm["ptx"]))
+
+
+def barriers(ptx: str) -> int | None:
+    """Those in the longest loop after the last store to memory there; None without a loop that stores."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\$L\w+):", line))}
+    jumps = [
+        (at, found[1]) for at, line in enumerate(lines) if (found := re.search(r"\bbra(?:\.uni)?\s+(\$L\w+);", line))
+    ]
+    loops = [lines[labels[label] : at] for at, label in jumps if labels.get(label, at) < at]
+    loop = max(loops, key=len, default=[])
+    stores = [at for at, line in enumerate(loop) if "st.global" in line]
+    return sum("bar.sync" in line for line in loop[stores[-1] :]) if stores else None
 
 
 def other_order(codes: list[Code]) -> list[Code]:

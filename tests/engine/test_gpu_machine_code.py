@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.microbench.machine_code import Code, other_order
+from loadtest.microbench.machine_code import Code, barriers, other_order
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 ROOT = Path(__file__).parents[2]
@@ -83,10 +83,12 @@ def test_the_tightest_tiles_fit() -> None:
         (Code("k", 89, 90, 0, 100 * 1024, 16), "shared memory"),
         (Code("k", 90, 90, 0, 20_000, 0), "tensor cores"),
         (Code("k", 90, 90, 0, 20_000, 16, sums=1), "order"),
+        (Code("attend 64, prompts", 90, 90, 0, 20_000, 16, barriers=0), "barrier"),
     ],
 )
 def test_control_each_problem_is_one(code: Code, problem: str) -> None:
-    """A stack, too much shared memory, no tensor cores, sums that no product makes."""
+    """A stack, too much shared memory, no tensor cores, sums that no product makes, values that another thread may
+    load too early."""
     assert problem in code.problem
     assert bool(code.problem) == bool(problem)
 
@@ -100,3 +102,11 @@ def test_control_products_of_permuted_operands_are_noticed() -> None:
     )
     assert other_order([alone, chunk, elsewhere]) == [chunk]
     assert other_order([chunk, elsewhere]) == []
+
+
+def test_barriers_are_counted_after_the_last_store_of_a_loop() -> None:
+    """Those before it and those outside the loop do not keep another thread from loading too early."""
+    ptx = "$L__BB0_1:\n{}\tst.global.b32 [%rd1], %r1;\n{}\t@%p1 bra \t$L__BB0_1;\n\tbar.sync 0;\n"
+    assert barriers(ptx.format("\tbar.sync 0;\n", "")) == 0
+    assert barriers(ptx.format("", "\tbar.sync \t0;\n")) == 1
+    assert barriers("\tst.global.b32 [%rd1], %r1;\n") is None

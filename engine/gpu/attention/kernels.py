@@ -183,8 +183,8 @@ def with_part(kept, there, top, total, part_top, part_total, part_values):
     """The sum of a row's earlier parts, whose values are `kept` if they are `there`, and of one more.
 
     Registers hold the values of one part. Between a store and the next load, which other threads may do, each round of
-    `attend` has a barrier, because keys and values go through shared memory. One that is written there would end
-    Triton's pipelining."""
+    `attend` has a barrier, because keys and values go through shared memory (`loadtest machine-code` looks for it). One
+    that is written there would end Triton's pipelining."""
     earlier = tl.zeros_like(part_values)
     if there:
         earlier = tl.load(kept)
