@@ -368,8 +368,8 @@ def compiled(
     widths = {int(width) for width in re.findall(r"tt\.dot .*?opIdx = 1[^>]*?kWidth = (\d)", layouts)}
     widths |= {NATURAL} if re.search(r"warp_group_dot|tc_gen5_mma", layouts) else set()
     sums = len(re.findall(SUM, layouts))
-    code = Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
-    return replace(code, sums=sums, widths=frozenset(widths), barriers=barriers(made.asm["ptx"]))
+    own = Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
+    return replace(own, sums=sums, widths=frozenset(widths), barriers=barriers(made.asm["ptx"]))
 
 
 def barriers(ptx: str) -> int | None:
