@@ -30,8 +30,7 @@ demo: setup
 	@$(BIN)/tandem demo
 
 # Two files at a time (tests/conftest.py): with three, processes of Ray waited for a core for longer than gRPC waits for an
-# answer, on a Zen 4 with two. In their order: those that go one after another
-# begin early.
+# answer, on a Zen 4 with two. In their order: those that go one after another begin early.
 test: setup lint
 	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
@@ -49,7 +48,7 @@ test-cuda: setup
 	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check "torch==$(TORCH),!=$(TORCH)+cpu"
 	@.venv-cuda/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock "torch!=$(TORCH)+cpu"
-	@.venv-cuda/bin/python -m pytest tests/engine/test_cuda_forward.py tests/engine/test_cuda_recurrences.py
+	@.venv-cuda/bin/python -m pytest tests/engine/test_cuda_forward.py tests/engine/test_cuda_recurrences.py tests/engine/test_cuda_experts.py
 
 # Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
 mutate: setup

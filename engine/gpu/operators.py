@@ -14,6 +14,7 @@ import torch
 from triton.errors import TritonError
 
 NAME = "tandem_gpu"
+AMPERE, HOPPER, BLACKWELL = 80, 90, 100  # the first compute capability of these generations, times 10
 Function = TypeVar("Function", bound=Callable[..., Any])
 ops: Any = torch.ops.tandem_gpu
 _library: Any = torch.library.Library(NAME, "DEF")  # type: ignore[no-untyped-call]  # operators exist as long as it does
@@ -42,6 +43,6 @@ def operator(signature: str) -> Callable[[Function], Function]:
 def capability_of(device: torch.device) -> int:
     """Compute capability times 10; that of Hopper for Triton's interpreter."""
     if device.type != "cuda":
-        return 90
+        return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

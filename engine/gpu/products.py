@@ -20,7 +20,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.gpu import product_kernels as kernels
-from engine.gpu.operators import capability_of, operator
+from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator
 
 FEW = 64  # maximum rows of a step with narrow tiles
 WIDE = 8192  # columns of a weight above which narrow tiles are twice as wide, with still enough programs
@@ -47,9 +47,11 @@ class Tiling:
             return Tiling(32 if rows <= FEW else 64, 32 if rows <= FEW else 64, depth or 32, 4, 3)
         if rows > FEW:
             columns = 128 if depth is None else 64  # a group's sum takes registers, too
-            return Tiling(256 if capability == 90 and depth is None else 128, columns, depth or 64, 8, 4)
+            return Tiling(
+                256 if HOPPER <= capability < BLACKWELL and depth is None else 128, columns, depth or 64, 8, 4
+            )
         # Of a tile with fewer than 64 rows Blackwell's product is another instruction, and that over codes permutes k.
-        tall, columns = 16 if rows <= 16 and capability < 100 and depth is None else 64, 64 if n > WIDE else 32
+        tall, columns = 16 if rows <= 16 and capability < BLACKWELL and depth is None else 64, 64 if n > WIDE else 32
         deep = depth or 128
         stages = min(6, SHARED.get(capability, SHARED[89]) // ((tall + columns) * deep * dtype.itemsize))
         return Tiling(tall, columns, deep, 4, stages)
@@ -102,7 +104,7 @@ def linear(
         zeros = scaled.zeros if scaled.zeros is not None else flat
     first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
     outs = (out, out[rows * first :], out[rows * second :]) if widths else (out, out, out)
-    described = capability >= 90 and rows > FEW and scaled is None and copies(flat) and copies(weight)
+    described = capability >= HOPPER and rows > FEW and scaled is None and copies(flat) and copies(weight)
     read = (flat, weight)
     if described:
         read = (_descriptor(flat, tiling.rows, tiling.depth), _descriptor(weight, tiling.columns, tiling.depth))

@@ -177,7 +177,7 @@ def product(
     format: str = "",
     several: bool = False,
 ) -> Code:
-    """A layer's product in a step of so many rows, with a residual; or `several` layers' without one.
+    """A layer's product in a step of `rows` rows, with a residual; or `several` layers' without one.
     `format` of quantised weights, int4 in groups."""
     from engine.gpu import product_kernels, products
 
@@ -205,7 +205,7 @@ def product(
 def experts(
     architecture: int, *, rows: int, dtype: torch.dtype = torch.bfloat16, transposed: bool = False, bias: bool = False
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with so many rows."""
+    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows."""
     from engine.gpu.mixture import kernels, operators
 
     count, n, k = 128, 1536, 2048

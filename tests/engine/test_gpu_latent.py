@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 from engine.attention import mla, paged
 from engine.attention.forward_context import Batch, Step
 from engine.attention.mla import Expanded
-from engine.gpu import layers
+from engine.gpu import layers, products
 from engine.gpu.attention import kernel_choice, latent, paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import REFERENCE
@@ -268,3 +268,12 @@ def test_a_model_without_attention_calls_says_so() -> None:
     assert kernel_choice.choose((), torch.bfloat16, 16, CPU, paged.attend, 1024) == (None, line)
     without: Any = SimpleNamespace(lora=None, kernels=REFERENCE, cuda_kernel=None, facts=())
     assert captured_steps.unfit(without, without) is None
+
+
+@pytest.mark.parametrize("capability", sorted(products.SHARED))
+@pytest.mark.parametrize("tokens", [1, products.FEW])
+def test_a_heads_product_in_a_small_step_fits_into_shared_memory(capability: int, tokens: int) -> None:
+    """On Ada, too, which has less of it than Ampere and Hopper."""
+    tiling = latent.tiling_of(tokens, 512, torch.bfloat16, capability)
+    taken = (tiling.rows + tiling.columns) * tiling.depth * torch.bfloat16.itemsize * tiling.stages
+    assert taken <= products.SHARED[capability]

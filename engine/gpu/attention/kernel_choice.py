@@ -32,9 +32,8 @@ def candidates(device: torch.device, max_model_len: int, absorbed: Expanded | No
     if device.type != "cuda":
         return
     if importlib.util.find_spec("triton") is not None:
-        from engine.gpu.attention.paged_attention import (
-            TritonAttention,  # torch for CUDA brings Triton, the one for CPU does not
-        )
+        # torch for CUDA brings Triton, the one for CPU does not
+        from engine.gpu.attention.paged_attention import TritonAttention
 
         yield TritonAttention(max_model_len, absorbed)
     if (kernel := varlen.available(device)) is not None:

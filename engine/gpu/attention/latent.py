@@ -19,11 +19,9 @@ import torch
 from engine.attention.mla import Expanded
 from engine.gpu import layers, trial
 from engine.gpu import product_kernels as kernels
-from engine.gpu.operators import capability_of
+from engine.gpu.operators import AMPERE, BLACKWELL, HOPPER, capability_of
 from engine.gpu.products import Tiling, cdiv
 from engine.kv.kv_cache_spec import CallFacts
-
-AMPERE, BLACKWELL = 80, 100  # the first compute capability of these generations, times 10
 
 
 def absorbed(plain: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,7 +64,7 @@ def most_registers(dtype: torch.dtype) -> int | None:
 
 def tiling_of(tokens: int, n: int, dtype: torch.dtype, capability: int) -> Tiling:
     """That of a layer's product, without what the copy engine of Hopper allows: it reads no weights of one head."""
-    return Tiling.of(tokens, n, dtype, capability if capability >= BLACKWELL else AMPERE)
+    return Tiling.of(tokens, n, dtype, AMPERE if HOPPER <= capability < BLACKWELL else capability)
 
 
 def random_weight(fact: CallFacts, sizes: Expanded, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

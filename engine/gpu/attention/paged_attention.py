@@ -9,7 +9,7 @@ the KV head. The keys of a sequence are cut at fixed positions:
 Each part has its own running maximum, sum and weighted values, and the parts of a row are merged in their order. So a
 row's bits follow from its own sequence alone: not from the rest of the step, and not from the number of its queries in
 this step. Sequences with one query run their parts in parallel, and a second kernel merges them; the others run and
-merge them in one program. Both do the same arithmetic. The kernels are in attention_kernels.py.
+merge them in one program. Both do the same arithmetic. The kernels are in kernels.py.
 
 Pages of latents are read as they are: engine/gpu/attention/latent.py.
 """
@@ -25,7 +25,7 @@ from engine.attention.forward_context import Scales, Step
 from engine.attention.mla import Expanded
 from engine.gpu.attention.kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
 from engine.gpu.attention.latent import absorbed, expanded
-from engine.gpu.operators import capability_of, operator, ops
+from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator, ops
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
 NAME = "triton"
@@ -35,7 +35,6 @@ MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in mem
 LARGEST_HEAD = 512
 MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 WARPS = 8  # of a program with a tile of several queries
-HOPPER, BLACKWELL = 90, 100  # the first compute capability of these generations, times 10
 LEAST_WGMMA = 64  # rows of a product by the instruction of Hopper
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 

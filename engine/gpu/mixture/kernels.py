@@ -1,4 +1,4 @@
-"""The Triton kernels of engine/gpu/mixture/operators.py. Not yet run on a GPU.
+"""The Triton kernels of engine/gpu/mixture/operators.py.
 
 Arguments that differ from step to step are not specialised, so that no request waits for a compiler.
 """

@@ -1,5 +1,5 @@
-"""The experts of a mixture on CUDA, with bits that do not depend on the other rows. Not yet run on a GPU: Triton's
-interpreter proves the numbers, ptxas the machine code (tests/engine/test_gpu_experts.py).
+"""The experts of a mixture on CUDA, with bits that do not depend on the other rows
+(tests/engine/test_gpu_experts.py).
 
     experts_plan    which pairs of a token and one of its experts are computed together
     experts         the product of each pair with the weight of its expert
