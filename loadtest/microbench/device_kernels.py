@@ -90,7 +90,7 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
 
 def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
     """Tokens alone and in a chunk: tiles of two shapes, whose tensor-core instructions differ from Hopper on. Another
-    order of sums changes one of some 10,000 results in bfloat16, so all are compared; `machine_code.other_order` sees
+    order of sums changes few results in bfloat16, so all are compared; `machine_code.other_order` sees
     some such orders for certain."""
     from engine.gpu.attention import latent  # as above
     from engine.gpu.attention.paged_attention import TritonAttention  # as above

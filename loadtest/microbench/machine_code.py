@@ -3,7 +3,7 @@
 Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
 Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores,
 adds in an order that follows from the shape of its tile though it has several, or would be compiled again while
-requests run. A GPU's own check hardly sees such an order: it changes one of some 10,000 results of 16 bits.
+requests run. A GPU's own check hardly sees such an order: it changes few results of 16 bits.
 """
 
 from __future__ import annotations
