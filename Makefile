@@ -29,10 +29,11 @@ $(KERNELS): $(STAMP) engine/kernels/build.py $(wildcard engine/kernels/*.h engin
 demo: setup
 	@$(BIN)/tandem demo
 
-# Two files at a time (tests/conftest.py): with three, processes of Ray waited for a core for longer than gRPC waits for an
-# answer, on a Zen 4 with two. In their order: those that go one after another begin early.
+# Two files at a time, and a third where they leave the processor idle (tests/conftest.py): with three alike, processes of
+# Ray waited for a core for longer than gRPC waits for an answer, on a Zen 4 with two cores. In their order: those that go
+# one after another begin early.
 test: setup lint
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 # The tests that need no second process and not seconds of their own (`long`), with fewer examples of each property. Four
 # runs at once, of which each imports only what its tests need; xdist's workers would all import all of it. Two of them

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.support.triton_interpreter import sum_each_row_alone
+from tests.support.triton_interpreter import replace_the_language_once, sum_each_row_alone
 
 # Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -50,8 +50,26 @@ COPIED = {
 }
 
 
+# Files that compute in their own process, and wait for no other. With more than two of pytest's workers, the last one
+# has these only, at a lower priority: it computes while the tests of the others wait.
+COMPUTE = ("tests/engine/", "tests/planner/", "tests/rules/")
+COMPUTE_NOT = ("ranks.py", "test_engine_thread.py")
+
+
 class Files(LoadFileScheduling):
     """With `-n`: the tests of a file, which share what they start, on one worker."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        computes = [name for name in self.workqueue if name.startswith(COMPUTE) and not name.endswith(COMPUTE_NOT)]
+        if is_background(node.workerinput):
+            if not computes:
+                node.shutdown()
+                return
+            self.workqueue.move_to_end(computes[-1], last=False)
+        else:
+            for name in computes:
+                self.workqueue.move_to_end(name)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -84,9 +102,16 @@ class ToldAtOnce:
             terminal.write_line(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}")
 
 
+def is_background(workerinput: dict[str, Any]) -> bool:
+    """Of one of pytest's workers, whether it takes what the others leave of the processor."""
+    return bool(workerinput["workercount"] > 2 and workerinput["workerid"] == f"gw{workerinput['workercount'] - 1}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # in the process that prints
         config.pluginmanager.register(ToldAtOnce(config))
+    elif is_background(config.workerinput):
+        os.nice(10)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,6 +119,7 @@ def pytest_runtestloop() -> None:
     """Triton, if a test imports it, is as a GPU; and what the tests import stays: no collection looks at it again."""
     if "triton" in sys.modules:
         sum_each_row_alone()
+        replace_the_language_once()
     gc.freeze()
     gc.enable()
 

@@ -1,18 +1,19 @@
-"""Triton's interpreter with the sums of a GPU: in a product of tiles a row has its bits whatever stands beside it.
-
-NumPy computes it in the interpreter, on processors without AVX-512 in an order that follows from the number of rows
-(OpenBLAS, whose kernels there are those for Haswell and Zen).
-"""
+"""Triton's interpreter, with the sums of a GPU, and faster than as it comes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 
 def sum_each_row_alone() -> None:
-    """For the rest of this process."""
+    """For the rest of this process: in a product of tiles a row has its bits whatever stands beside it.
+
+    NumPy computes it in the interpreter, on processors without AVX-512 in an order that follows from the number of rows
+    (OpenBLAS, whose kernels there are those for Haswell and Zen).
+    """
     from triton.runtime import interpreter
 
     def create_dot(_: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
@@ -24,3 +25,14 @@ def sum_each_row_alone() -> None:
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def replace_the_language_once() -> None:
+    """For the rest of this process. The interpreter puts its functions into `triton.language` at each launch and at
+    each call of a function from a kernel, for which it looks at all members: a fifth of its time. Nothing is compiled
+    here, so they stay."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"language": language, "core": language.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()  # with nothing to restore
