@@ -22,6 +22,9 @@ from tandem.errors import SettingsError
 from tandem.settings import Settings
 
 POOLS = frozenset({"prefill", "decode"})
+PLACED_BYTES = 1
+"""Of memory, for a process without other needs. Ray places an actor that needs nothing on a random node, whatever its
+scheduling strategy says, unless that is a hard affinity (GetBestSchedulableNode in Ray 2.60)."""
 WILDCARDS = ("0.0.0.0", "::", "[::]")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -67,6 +70,12 @@ class Needs:
     resources: Mapping[str, float]
     gpus: float = 0.0
     node: str = ""
+
+    @property
+    def memory(self) -> int | None:
+        """None with other needs: to Ray's autoscaler, pods without a limit of memory have none, and it would add none
+        for an actor that needs a byte."""
+        return None if self.resources or self.gpus else PLACED_BYTES
 
     def __str__(self) -> str:
         wanted = {**self.resources, **({"GPU": self.gpus} if self.gpus else {})}

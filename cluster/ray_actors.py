@@ -63,9 +63,6 @@ SERVES_AS_TIMEOUT_S = 5.0  # that a worker may take to report its id
 LAST_STAGES_TIMEOUT_S = 1.0  # that a ready worker may take to report all stages of its start
 SPARE = "spare"  # the id of a process that is not a worker yet
 PLACED_SOON_S = 10.0  # after which a worker that Ray has not placed is reported
-PLACED_BYTES = 1
-"""Of memory, for each actor without other needs. Ray places an actor that needs nothing on a random node, whatever its
-scheduling strategy says, unless that is a hard affinity (GetBestSchedulableNode in Ray 2.60)."""
 WORKERS_PER_ROLE = 100_000
 """Per role on this machine: the custom resources say where a role may run, not how many workers."""
 
@@ -274,7 +271,7 @@ class RayHost:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            memory=PLACED_BYTES,
+            memory=wanted.memory,
             num_gpus=wanted.gpus,
             resources=dict(wanted.resources),
             scheduling_strategy=on_node(wanted.node) if wanted.node else "SPREAD",

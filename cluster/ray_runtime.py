@@ -34,10 +34,9 @@ import ray._private.worker
 from ray.exceptions import RayError
 
 from cluster.local_ray.small_node import small_node
-from cluster.placement import POOLS, Placement, check_gpus, check_registry
+from cluster.placement import PLACED_BYTES, POOLS, Placement, check_gpus, check_registry
 from cluster.ray_actors import (
     NAMESPACE,
-    PLACED_BYTES,
     WORKERS_PER_ROLE,
     OwnerActor,
     SupervisorActor,

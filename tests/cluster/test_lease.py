@@ -19,7 +19,7 @@ from tandem.settings import Settings
 from tandem.tasks import end
 from tests.cluster.test_supervisor import FakeHost, Watch
 
-SHORT_S = 0.8
+SHORT_S = 2.0
 
 
 async def test_a_second_supervisor_is_refused_by_name(registry: Registry) -> None:

@@ -27,6 +27,15 @@ def test_on_a_plain_ray_workers_run_anywhere_and_routers_where_up_is() -> None:
     assert needs({"router"}, settings(), [A, B], HOME).node == "a"
 
 
+def test_a_byte_of_memory_is_needed_where_nothing_else_is() -> None:
+    """Ray would place such an actor anywhere. With other needs it is not: Ray's autoscaler gives a pod without a limit
+    of memory none, and would never add one."""
+    assert needs({"decode"}, settings(), [A, B], HOME).memory == 1
+    assert needs({"decode"}, settings(), [A, offering(B, decode=1)], HOME).memory is None
+    assert needs({"decode"}, settings(), [A], Placement("", pools_only=True)).memory is None
+    assert needs({"decode"}, settings(device="cuda"), [offering(A, GPU=1)], HOME).memory is None
+
+
 def test_a_resource_that_a_node_offers_is_needed() -> None:
     """If a node offers a pool's resource, processes of that pool need it, routers too, which may then run on another
     host; a spare needs the resources of both pools."""
