@@ -34,8 +34,11 @@ ALONE = {
     "tests/cluster/test_autoscaler.py",
     "tests/cluster/test_local_cluster.py",
     "tests/deploy/test_ray.py",
+    "tests/deploy/test_wheel.py",
+    "tests/journey/test_hosts.py",
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
+    "tests/loadtest/test_chaos.py",
     "tests/loadtest/test_other_servers.py",  # raises the priority of the whole session, which
     "tests/loadtest/test_processes.py",  # looks at
 }

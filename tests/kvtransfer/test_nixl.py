@@ -355,11 +355,11 @@ async def test_a_read_may_take_longer_than_its_stall(worker, pages, monkeypatch,
         source.signal(signal.SIGSTOP)
         post(self, remote, read)
         go_on.cancel()
-        go_on = threading.Timer(0.3, source.signal, [signal.SIGCONT])
+        go_on = threading.Timer(0.6, source.signal, [signal.SIGCONT])
         go_on.start()
 
     monkeypatch.setattr(NixlReads, "_post", post_while_stopped)
-    began, stall = time.monotonic(), 2.0
+    began, stall = time.monotonic(), 4.0
     await sink.transport.read(source.peer, [(b, b) for b in range(16)], stall)
     assert time.monotonic() - began > stall
     assert (sink.array[15] == expected(15, MIB)).all()
