@@ -57,7 +57,6 @@ class Shape:
     why: str  # how the KV size was determined, in words
     products: int  # parameters of products, the weights that can be quantised
     quantised: dict[str, int]  # format -> bytes of these
-    experts: int  # parameters of products that are a mixture's experts, which are rounded on CPU alone
     widths: int  # columns of all products that can have an adapter, together
     heights: int  # rows, in whole panels of B
     ready: bool = False  # quantised in the checkpoint
@@ -155,7 +154,6 @@ def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool, with_experts:
     mixture are rounded, too."""
     products = product_shapes(shapes) if codings is None else {name: shapes[name] for name in codings}
     mixture = list(experts.matrices(shapes)) if with_experts and codings is None else []
-    of_experts = sum(map(math.prod, mixture))
     rounded = {
         format: _quantised(shapes, format) + sum(count * weight_bytes(n, k, format) for count, n, k in mixture)
         for format in BITS
@@ -165,9 +163,8 @@ def sizes(shapes: Shapes, codings: Codings | None, *, ready: bool, with_experts:
         "widths": sum(width for _, width in adapted),
         "heights": sum(-(-height // _PANEL_OF_B) * _PANEL_OF_B for height, _ in adapted),
         "parameters": sum(map(math.prod, shapes.values())),
-        "products": sum(map(math.prod, products.values())) + of_experts,
+        "products": sum(map(math.prod, [*products.values(), *mixture])),
         "quantised": {} if ready else rounded,
-        "experts": 0 if ready else of_experts,
         "coded": None if codings is None else packed.coded_bytes(shapes, codings),
     }
 

@@ -59,8 +59,7 @@ def table(
             "weights",
             f"{capacity.weights / GIB:.2f} GiB",
             f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk"
-            + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1))
-            + _of_experts(shape, weights),
+            + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1)),
         ),
         ("adapters", f"{capacity.adapters / GIB:.2f} GiB", "slots with room for every layer but the head"),
         ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {len(shape.calls)} layers, {kept}"),
@@ -77,12 +76,6 @@ def table(
         note = "  (the model's limit)" if length == shape.context else ""
         longest.add_row(f"{count:,}", f"{length:,}{note}")
     return Group(head, many, longest)
-
-
-def _of_experts(shape: Shape, weights: str) -> str:
-    if weights == CHECKPOINT or not shape.experts or shape.ranks > 1:
-        return ""
-    return f"; on CPU: elsewhere {shape.experts / 1e9:.2f} B parameters of experts are not rounded"
 
 
 def _of_state(state: int, per_token: int, capacity: Capacity, link: float) -> str:

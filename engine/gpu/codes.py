@@ -11,15 +11,18 @@ weight, as in engine/gpu/products.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 
 from engine.gpu import products as _registered  # noqa: F401
+from engine.gpu.mixture.adoption import Adopter
 from engine.gpu.operators import ops
-from engine.kernels.weight_quantization import Codes, values_of
+from engine.kernels.experts import CodedStack, ExpertCodes
+from engine.kernels.weight_quantization import Codes, Packer, values_of
 from tandem.errors import CheckpointRefused
 
 DEPTHS = (64, 32)  # of a tile, which lies within a group of scales
@@ -69,15 +72,62 @@ class RowCodes(Codes):
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 
+@dataclass(frozen=True)
+class RowStack(CodedStack):
+    """The codes of a mixture's experts: `codes [experts, n, bytes of a row]`, `scales [experts, n, groups]` float32,
+    zeros likewise, uint8, or None."""
+
+    zeros: torch.Tensor | None = None
+
+    @cached_property  # the recording of a forward takes no length of a tensor
+    def count(self) -> int:
+        return len(self.codes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (self.zeros.nbytes if self.zeros is not None else 0)
+
+    @property
+    def depth(self) -> int:
+        return tile_depth(self.group, self.k)
+
+    def multiply(
+        self, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None, plan: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The plan is the same for both products of a mixture."""
+        if plan is None:
+            plan = ops.experts_plan.default(x, chosen, self.count, self.depth)
+        out: torch.Tensor = ops.experts_codes.default(
+            x, chosen, plan, self.codes, self.scales, self.zeros, bias, self.count, self.n, self.k, self.group,
+            self.depth, self.format,
+        )  # fmt: skip
+        return out
+
+    def weight(self, expert: int) -> torch.Tensor:
+        """In float32."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        own = RowCodes(self.codes[expert], self.scales[expert], self.n, self.k, self.group, self.format, zeros=zeros)
+        return own.weight()
+
+
+def packer(device: torch.device) -> Packer:
+    """For products over codes on this device."""
+    return Packer(partial(packed, device=device), partial(pack_experts, device=device), zeros=True, adopter=Adopter)
+
+
 def spread(values: torch.Tensor, group: int, k: int) -> torch.Tensor:
     """`[n, groups]` for each of k inputs."""
     return values.repeat_interleave(group, 1)[:, :k]
 
 
+def depth_of(group: int, k: int) -> int | None:
+    """Inputs of a tile, within one group; None if there is no such tile."""
+    return next((depth for depth in DEPTHS if group >= k or group % depth == 0), None)
+
+
 def tile_depth(group: int, k: int) -> int:
     """Inputs of a tile, within one group. Raises CheckpointRefused."""
-    found = next((depth for depth in DEPTHS if group >= k or group % depth == 0), None)
-    if found is None:
+    if (found := depth_of(group, k)) is None:
         raise CheckpointRefused(
             f"its weights have groups of {group} inputs; on CUDA groups of a multiple of {DEPTHS[-1]} are served"
         )
@@ -118,6 +168,34 @@ def packed(
             f"a weight of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
         )
     return ours
+
+
+def pack_experts(
+    each: Iterable[ExpertCodes | None], count: int, format: str, name: str, device: torch.device
+) -> RowStack | None:
+    """As `engine.kernels.weight_quantization.pack_experts`, in rows; None also where some have zeros and others
+    none, and for groups without a tile."""
+    stack: RowStack | None = None
+    for expert, own in enumerate(each):
+        if own is None or depth_of(own.group, own.codes.shape[1]) is None:
+            return None
+        rows = packed(own.codes, own.scales, own.group, format, device, own.zeros)
+        if stack is None:
+            parts = (one if one is None else one.new_empty(count, *one.shape) for one in _parts(rows))
+            codes, scales, zeros = parts
+            assert codes is not None
+            assert scales is not None
+            stack = RowStack(codes, scales, rows.n, rows.k, own.group, format, name, zeros)
+        if own.group != stack.group or (own.zeros is None) != (stack.zeros is None):
+            return None
+        for whole, part in zip(_parts(stack), _parts(rows), strict=True):
+            if whole is not None and part is not None:
+                whole[expert] = part
+    return stack
+
+
+def _parts(codes: RowCodes | RowStack) -> tuple[torch.Tensor | None, ...]:
+    return codes.codes, codes.scales, codes.zeros
 
 
 @torch.inference_mode()

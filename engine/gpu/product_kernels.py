@@ -9,22 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def product(a, b, EXACT: tl.constexpr):
-    """`a @ b` in float32; operands of a's type unless EXACT. Codes of 8 bits and fewer are exact in all of them."""
-    if EXACT:  # noqa: SIM108 - decided when it is compiled
-        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        c = tl.dot(a, b.to(a.dtype))
-    return c
-
-
-@triton.jit
-def e4m3(codes):
-    """Bytes as float32, on every architecture: the exponent of e4m3, 120 smaller, in that of float32. No NaN."""
-    bits = codes.to(tl.int32)
-    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+from engine.gpu.tiles import over_codes, product
 
 
 @triton.jit
@@ -87,16 +72,11 @@ def linear(
     of_col = first_col * s_col + col * s_col
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):
-        if FORMAT == 3:  # int4: a byte has the codes of k and of k + DEPTH / 2, each plus its zero
-            half = tl.arange(0, DEPTH // 2)
-            low, high_half = start + half, start + DEPTH // 2 + half
-            a = tl.load(x_at + low[None, :], mask=there & (low < depth)[None, :], other=0.0)
-            other = tl.load(x_at + high_half[None, :], mask=there & (high_half < depth)[None, :], other=0.0)
-            pair = tl.load(w_at + (start // 2 + half)[:, None], mask=used[None, :], other=0).to(tl.int32)
-            zero = 8
-            if ZEROS:
-                zero = tl.load(zeros + of_col + start // group, mask=used, other=0).to(tl.int32)[None, :]
-            found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
+        if FORMAT != 0:
+            sums += over_codes(
+                x_at, w_at, zeros + of_col, scales + of_col, start, depth, group, w_depth, there, used, DEPTH, WHOLE,
+                FORMAT, GROUPED, ZEROS, EXACT,
+            )  # fmt: skip
         else:
             if DESCRIBED:
                 a, b = x.load([tile_row * ROWS, start]), weight.load([tile_col * COLS, start]).T
@@ -107,16 +87,10 @@ def linear(
                     left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
                 a = tl.load(x_at + at[None, :], mask=left, other=0.0)
                 b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
-            if FORMAT == 2:
-                b = e4m3(b)
-            if FORMAT == 0 and not EXACT:
-                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+            if EXACT:
+                sums += product(a, b, EXACT)
             else:
-                found = product(a, b, EXACT)
-        if FORMAT != 0 or EXACT:
-            if GROUPED:
-                found *= tl.load(scales + of_col + start // group, mask=used, other=0.0)[None, :]
-            sums += found
+                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
     if FORMAT != 0 and not GROUPED:
         sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:

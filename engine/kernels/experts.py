@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from tandem.errors import CheckpointRefused
 
 ROWS_TRIED, CHOSEN_TRIED = 13, 2  # rows, and experts of each
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
+SERVED_BY = "_tandem_experts"  # the class that serves a module instead of Experts
 _STACKS = "_tandem_stacks"  # both Stacks of a module, up and down
 
 
@@ -96,6 +97,15 @@ class CodedStack:
 AnyStack = Stack | CodedStack
 
 
+class ExpertCodes(NamedTuple):
+    """Of the weight [n, k] of one expert, before they are packed. With zeros, int4 alone, they are integers."""
+
+    codes: torch.Tensor  # int16 [n, k]
+    scales: torch.Tensor  # [n, groups]
+    group: int
+    zeros: torch.Tensor | None = None  # [n, groups]
+
+
 def plainly(stack: AnyStack, x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As `multiply`, by torch, one expert after the other: in x's type, or, over codes, in float32."""
     out = x.new_empty(len(chosen), stack.n)
@@ -162,13 +172,17 @@ class Adopter:
         module.__dict__[_STACKS] = both
         kind = (type(module), weights(module)[0].dtype, *(each.shape for each in weights(module)))
         if kind not in self._proved:
-            prove(module)
+            self.prove(module)
             self._proved.add(kind)
         for name in names(module):
             parameter = module._parameters[name]
             assert parameter is not None
             parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
         switch(module, False)
+
+    def prove(self, module: nn.Module) -> None:
+        """Raises CheckpointRefused when a result is wrong."""
+        prove(module)
 
 
 @torch.inference_mode()
@@ -237,13 +251,20 @@ class PlainExperts(Compiled):
 
 def switch(module: nn.Module, on: bool) -> None:
     """Experts with stacks, to the operators or to torch; their own forward has no weights any more."""
-    module.__class__ = compiled(own_class(module), Experts if on else PlainExperts)
+    served_by = module.__dict__.get(SERVED_BY, Experts)
+    module.__class__ = compiled(own_class(module), served_by if on else PlainExperts)
+
+
+def stacks_of(module: nn.Module) -> Sequence[AnyStack]:
+    """Both of a module, up and down; none of one that has its weights."""
+    both: Sequence[AnyStack] = module.__dict__.get(_STACKS, ())
+    return both
 
 
 def stacks(model: nn.Module) -> Iterator[AnyStack]:
     """Those below `model`."""
     for module in model.modules():
-        yield from module.__dict__.get(_STACKS, ())
+        yield from stacks_of(module)
 
 
 def has_stacks(module: nn.Module) -> bool:

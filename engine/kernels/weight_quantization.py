@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from engine.core.weight_formats import BITS, group_of, of_head, weight_bytes
 from engine.kernels import experts, fresh_memory, is_nothing, modules, nothing
-from engine.kernels.experts import CodedStack
+from engine.kernels.experts import CodedStack, ExpertCodes
 from engine.kernels.replacement import Compiled, compiled, own_class
 from tandem.errors import CheckpointRefused
 
@@ -99,10 +99,13 @@ class Codes:
 @dataclass(frozen=True)
 class Packer:
     """Packs codes in the form with which a device multiplies. `pack` has the arguments of `packed` and raises
-    CheckpointRefused; with `zeros` it also takes those of int4 as integers `[n, groups]`."""
+    CheckpointRefused; with `zeros` it also takes those of int4 as integers `[n, groups]`. `pack_experts` is as the one
+    below, and `adopter` serves what it returns."""
 
     pack: Callable[..., Codes]
+    pack_experts: Callable[..., CodedStack | None]
     zeros: bool = False
+    adopter: Callable[[], experts.Adopter] = experts.Adopter
 
 
 def quantise(weight: torch.Tensor, format: str, packer: Packer | None = None, largest: Largest | None = None) -> Codes:
@@ -197,24 +200,22 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
     return ours
 
 
-def round_experts(weight: torch.Tensor, format: str, name: str) -> CodedStack:
+def round_experts(weight: torch.Tensor, format: str, name: str, packer: Packer | None = None) -> CodedStack:
     """Rounds the weights `[experts, n, k]` of a mixture. Raises CheckpointRefused if the packed codes differ."""
-    each = ((*rounded(own, format), group_of(format, weight.shape[2])) for own in weight)
-    packed_all = pack_experts(each, len(weight), format, name)
+    each = (ExpertCodes(*rounded(own, format), group_of(format, weight.shape[2])) for own in weight)
+    packed_all = (packer or PANELS).pack_experts(each, len(weight), format, name)
     assert packed_all is not None
     return packed_all
 
 
-def pack_experts(
-    each: Iterable[tuple[torch.Tensor, torch.Tensor, int] | None], count: int, format: str, name: str
-) -> CodedStack | None:
-    """Packs the codes `[n, k]`, scales `[n, groups]` and group of each expert; None if there are none of one. Of the
-    first one the products are verified, too. Raises CheckpointRefused if they differ."""
+def pack_experts(each: Iterable[ExpertCodes | None], count: int, format: str, name: str) -> CodedStack | None:
+    """Packs the codes of each expert; None if there are none of one. Of the first one the products are verified, too.
+    Raises CheckpointRefused if they differ."""
     stack: CodedStack | None = None
     for expert, own in enumerate(each):
-        if own is None or (stack is not None and own[2] != stack.group):
+        if own is None or (stack is not None and own.group != stack.group):
             return None
-        codes, scales, group = own
+        codes, scales, group, _ = own
         if stack is None:
             first = packed(codes, scales, group, format)
             flat = fresh_memory(count * first.codes.nbytes).view(count, -1)
@@ -244,7 +245,7 @@ def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
     return best
 
 
-PANELS = Packer(packed)  # for CPU
+PANELS = Packer(packed, pack_experts)  # for CPU
 
 
 # ---- in a model
@@ -259,8 +260,7 @@ def apply(
     with_experts: bool = False,
 ) -> int:
     """Replaces the weight of every plain product below `model`, one after another; returns how many there were.
-    `largest_of` has what `rounded` needs for a product of this name; `with_experts`, for CPU: of a mixture's experts,
-    too."""
+    `largest_of` has what `rounded` needs for a product of this name; `with_experts`: of a mixture's experts, too."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers: dict[tuple[int, torch.Size], list[tuple[str, Any]]] = {}  # tied weights are packed once
     for name, layer in model.named_modules():
@@ -273,10 +273,10 @@ def apply(
         codes = quantise(modules.oriented(first), own, packer, largest_of(name))
         for _, layer in same:
             put(layer, codes)
-    adopter, packed_experts = experts.Adopter(), 0
+    adopter, packed_experts = (packer or PANELS).adopter(), 0
     for mixture in list(experts.found(model)) if with_experts else []:
         named = zip(experts.weights(mixture), experts.names(mixture), strict=True)
-        adopter.adopt(mixture, both := [round_experts(weight, format, name) for weight, name in named])
+        adopter.adopt(mixture, both := [round_experts(weight, format, name, packer) for weight, name in named])
         packed_experts += sum(stack.count for stack in both)
     return sum(map(len, layers.values())) + packed_experts
 

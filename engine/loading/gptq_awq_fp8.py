@@ -32,7 +32,7 @@ from safetensors import safe_open
 
 from engine.core.packing_scheme import AWQ, FP8, GPTQ, PARTS, TORCHAO, WORD, Scheme, refused
 from engine.core.weight_formats import group_of_part
-from engine.kernels import weight_quantization
+from engine.kernels import experts, weight_quantization
 from engine.parallel.weight_cut import Part
 from tandem.errors import CheckpointRefused
 
@@ -143,6 +143,15 @@ class Product:
         if not torch.equal(order, torch.arange(len(order))):
             codes = replace(codes, order=order)
         return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
+
+    def with_zeros(self) -> experts.ExpertCodes | None:
+        """Integers of 4 bits and their zeros, of a weight with its columns in place; None if it has no such form."""
+        found, whole = self.coded("int8"), self._half_bytes()
+        if found is None or whole is None or not torch.equal(found.order, torch.arange(len(found.order))):
+            return None
+        integers, zeros = whole
+        same = torch.equal((integers - zeros[:, self.group_of]).float() * self.scales[:, self.group_of], self.weight())
+        return experts.ExpertCodes(integers, found.scales, found.group, zeros[:, found.of_groups]) if same else None
 
     def _half_bytes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Unsigned integers of 4 bits `[n, k]` and their zeros `[n, groups]`; None if the weight has no such form."""

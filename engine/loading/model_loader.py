@@ -9,7 +9,6 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -255,7 +254,7 @@ def _packer(device: torch.device, served_by: str) -> Packer | None:
         return None
     from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
 
-    return Packer(partial(codes.packed, device=device), zeros=True)
+    return codes.packer(device)
 
 
 def _format(weights: str, dtype: torch.dtype, device: torch.device, packer: Packer | None) -> str | None:
@@ -283,9 +282,8 @@ def _of_rounded(fingerprint: str, format: str | None, *, with_experts: bool) -> 
 
 
 def _rounds_experts(module: PreTrainedModel, format: str | None, part: RankGroup | Cut | None) -> bool:
-    """Whether a mixture's experts are among the rounded products: on CPU, with one rank."""
-    here = format is not None and part is None and module.device.type == "cpu"
-    return here and any(True for _ in experts.found(module))
+    """Whether a mixture's experts are among the rounded products: with one rank."""
+    return format is not None and part is None and any(True for _ in experts.found(module))
 
 
 def _quantise(module: PreTrainedModel, format: str, packer: Packer | None, own: Cut | None = None) -> str:

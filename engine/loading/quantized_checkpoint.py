@@ -196,21 +196,21 @@ def _adopt(
         if codes is not None:
             weight_quantization.put(layer, codes)
             over_codes += 1
-    if packer is weight_quantization.PANELS and not parts:
-        over_codes += _adopt_experts(model, weights)
+    if packer is not None and not parts:
+        over_codes += _adopt_experts(model, packer, weights)
     return _line(len(weights.products), weights.method, over_codes)
 
 
-def _adopt_experts(model: PreTrainedModel, weights: gptq_awq_fp8.Weights) -> int:
+def _adopt_experts(model: PreTrainedModel, packer: Packer, weights: gptq_awq_fp8.Weights) -> int:
     """Replaces the experts of mixtures by their own codes where exact; returns for how many products."""
-    files, adopter, over_codes = WeightFiles([], model, weights), experts.Adopter(), 0
+    files, adopter, over_codes = WeightFiles([], model, weights), packer.adopter(), 0
     mixtures = list(experts.found(model))
     paths = {module: path for path, module in model.named_modules()}
     for mixture in mixtures:
         products = [files.products(f"{paths[mixture]}.{name}") for name in experts.names(mixture)]
         both: list[experts.CodedStack] = []
         for each, weight, name in zip(products, experts.weights(mixture), experts.names(mixture), strict=True):
-            stack = _stack_of(each, weight, name, weights.method) if each is not None else None
+            stack = _stack_of(each, weight, name, weights.method, packer) if each is not None else None
             both += [stack] if stack is not None else []
         if len(both) == len(products):
             adopter.adopt(mixture, both)
@@ -219,7 +219,7 @@ def _adopt_experts(model: PreTrainedModel, weights: gptq_awq_fp8.Weights) -> int
 
 
 def _stack_of(
-    products: list[list[gptq_awq_fp8.Product]], weight: torch.Tensor, name: str, method: str
+    products: list[list[gptq_awq_fp8.Product]], weight: torch.Tensor, name: str, method: str, packer: Packer
 ) -> experts.CodedStack | None:
     """The codes of a stack of experts `[experts, n, k]`; None if no format represents all of them bit for bit. Raises
     CheckpointRefused if the weights are not those that were read."""
@@ -232,19 +232,22 @@ def _stack_of(
                 method, f"has weights of {product.name} that are not what the model computes with"
             )
     for format in ("fp8",) if joined[0].fp8 else ("int4", "int8"):
-        each = (_in_place(product, format) for product in joined)
-        if (stack := weight_quantization.pack_experts(each, len(joined), format, name)) is not None:
+        each = (_in_place(product, format, packer) for product in joined)
+        if (stack := packer.pack_experts(each, len(joined), format, name)) is not None:
             return stack
     return None
 
 
-def _in_place(product: gptq_awq_fp8.Product, format: str) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-    """The codes, scales and group of a product with its columns in place; None if there are none."""
+def _in_place(product: gptq_awq_fp8.Product, format: str, packer: Packer) -> experts.ExpertCodes | None:
+    """The codes of a product with its columns in place; None if there are none."""
     found = product.coded(format)
+    if found is None and format == "int4" and packer.zeros:
+        return product.with_zeros()
     if found is None or not torch.equal(found.order, torch.arange(len(found.order))):
         return None
     again = weight_quantization.represented(found.codes, found.scales, found.group, format)
-    return (found.codes, found.scales, found.group) if torch.equal(again, product.weight()) else None
+    same = torch.equal(again, product.weight())
+    return experts.ExpertCodes(found.codes, found.scales, found.group) if same else None
 
 
 def _compressor(model: PreTrainedModel) -> Any:

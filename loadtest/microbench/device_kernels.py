@@ -36,6 +36,7 @@ from engine.decoding import sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, layers
 from engine.gpu.attention import kernel_choice
+from engine.kernels import experts as experts_of
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
@@ -137,16 +138,22 @@ def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
     return _line(None if line.startswith(layers.NAME) else line, "equal within roundings, and a row to itself")
 
 
-def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype) -> str:
-    """Those of a layer of a mixture, of their full size and number, and its router."""
-    from engine.gpu.mixture import adoption  # as above
+def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype, format: str = "") -> str:
+    """Those of a layer of a mixture, of their full size and number, and its router; `format`: over codes."""
+    from engine.gpu import codes  # as above
+    from engine.gpu.mixture import adoption
 
     model = model_of({**REST, **config, "num_hidden_layers": 1}, dtype, device)
     for mixture in adoption.found_experts(model):
         for each in mixture.parameters():
             nn.init.normal_(each, std=0.05)
+        if format:
+            named = zip(experts_of.weights(mixture), experts_of.names(mixture), strict=True)
+            packer = codes.packer(device)
+            both = [weight_quantization.round_experts(weight, format, name, packer) for weight, name in named]
+            packer.adopter().adopt(mixture, both)
     line = adoption.adopt(model)
-    if line != "1 mixtures, 1 routers":
+    if line != ("1 mixtures over codes, 1 routers" if format else "1 mixtures, 1 routers"):
         return f"wrong: {line}"
     return "equal within roundings, and a row to itself"
 
@@ -236,6 +243,8 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     for name, config in WHOLE.items():
         for dtype in (torch.bfloat16, torch.float32):
             yield f"experts {name}, {dtype}", partial(experts, device, config, dtype)
+        for format in ("int8", "fp8", "int4"):
+            yield f"experts {name} over {format}", partial(experts, device, config, torch.bfloat16, format)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
     yield "grammars", partial(grammars, device)
     for fact in calls():

@@ -203,20 +203,32 @@ def product(
 
 
 def experts(
-    architecture: int, *, rows: int, dtype: torch.dtype = torch.bfloat16, transposed: bool = False, bias: bool = False
+    architecture: int,
+    *,
+    rows: int,
+    dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False,
+    bias: bool = False,
+    format: str = "",
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows."""
+    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows; `format` as in `product`."""
+    from engine.gpu import products
     from engine.gpu.mixture import kernels, operators
 
     count, n, k = 128, 1536, 2048
-    tiling = operators.tiling(count * rows, count, n, dtype, architecture)
+    depth = {"": None, "int4": 32}.get(format, 64)
+    tiling = operators.tiling(count * rows, count, n, dtype, architecture, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     del launch["BAND"]
     fixed: dict[str, Any] = {"WHOLE": k % tiling.depth == 0, "BIAS": bias, "EXACT": dtype == torch.float32}
+    fixed |= {"FORMAT": products.FORMATS.get(format, 0), "GROUPED": format == "int4", "ZEROS": format == "int4"}
     fixed["w_col" if transposed else "w_depth"] = 1
     types = dict.fromkeys(("x", "weight", "bias", "out"), NAMES[dtype]) | {"plan": "*i32"}
-    what = f"{', transposed' if transposed else ''}{', float32' if dtype == torch.float32 else ''}"
+    types |= {"scales": "*fp32", "zeros": "*u8"}
+    types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
+    what = f"{', transposed' if transposed else ''}{f', {format}' if format else ''}"
+    what += ", float32" if dtype == torch.float32 else ""
     name = f"experts {n} x {k}{what}, {'many rows' if rows == MANY else f'{rows} rows'}"
     code = compiled(name, kernels.experts, launch | fixed, types, architecture, options)
     return replace(code, products=dtype != torch.float32)
@@ -452,6 +464,8 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
             if variants:
                 yield experts(architecture, rows=rows, transposed=True, bias=True)
                 yield experts(architecture, rows=rows, dtype=torch.float32)
+                for format in ("int8", "fp8", "int4"):
+                    yield experts(architecture, rows=rows, format=format)
         yield from (replace(code, products=False) for code in mixture(architecture))
         yield norm(architecture, 4096)
         yield from of_rows(architecture)

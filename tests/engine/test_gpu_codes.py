@@ -4,8 +4,8 @@ own size, and a row's bits follow from the row. No GPU has run them; the machine
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 from engine import kernels
 from engine.gpu import codes as gpu
 from engine.gpu import products
-from engine.kernels import weight_quantization
-from engine.kernels.weight_quantization import Packer
+from engine.gpu.mixture import adoption
+from engine.kernels import experts, weight_quantization
 from engine.loading import model_loader, self_check
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
@@ -26,12 +26,12 @@ from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.test_gptq_awq_fp8 import ALL, make
 
 CPU = torch.device("cpu")
-ON_CPU = Packer(partial(gpu.packed, device=CPU), zeros=True)  # as for CUDA
+ON_CPU = gpu.packer(CPU)  # as for CUDA
 MANY = products.FEW + 2
 
 
-def random_codes(n: int, k: int, group: int, format: str, zeros: bool = False) -> gpu.RowCodes:
-    generator = torch.Generator().manual_seed(n + k)
+def random_codes(n: int, k: int, group: int, format: str, zeros: bool = False, seed: int = 0) -> gpu.RowCodes:
+    generator = torch.Generator().manual_seed(n + k + seed)
     groups = -(-k // group)
     scales = torch.rand(n, groups, generator=generator) + 0.1
     if zeros:
@@ -93,20 +93,35 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")
-@pytest.mark.parametrize("name", ["awq", "fp8"])
-def test_a_checkpoint_is_served_in_its_own_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a byte for each weight of AWQ, whose zeros stay beside them; a byte of fp8. It loads, checks itself,
-    and computes what the plain checkpoint of the same weights does."""
-    quantised, plain = make(tmp_path, ALL[name], num_hidden_layers=1, intermediate_size=64, vocab_size=64)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("awq", "tiny-qwen2"), ("fp8", "tiny-qwen2"), ("awq", "tiny-mixtral"), ("fp8", "tiny-qwen3-moe")],
+)
+def test_a_checkpoint_is_served_in_its_own_size(
+    name: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a byte for each weight of AWQ, whose zeros stay beside them; a byte of fp8; experts included. It loads,
+    checks itself, and computes what the plain checkpoint of the same weights does."""
+    small = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64}
+    quantised, plain = make(tmp_path, ALL[name], shape, **small)
+    monkeypatch.setattr(adoption, "MEANS", ())
+    monkeypatch.setattr(adoption, "SOME", (1, 5))
     monkeypatch.setattr(model_loader, "_packer", lambda *_: ON_CPU)
     monkeypatch.setattr(model_loader.traced_forward, "install", lambda _: "by modules")
     monkeypatch.setattr(self_check, "PROMPT_LENGTHS", (7,))  # the interpreter takes its time
     monkeypatch.setattr(self_check, "LONGEST", 5)
     lines: list[str] = []
     model = load_model(str(quantised), dtype=torch.float32, device=CPU, progress=lines.append)
-    of = list(weight_quantization.codes_in(model.module))
-    assert any(f"{len(of)} of them over its own codes" in line for line in lines)
-    assert all(isinstance(each, gpu.RowCodes) and each.format == ("fp8" if name == "fp8" else "int4") for each in of)
+    of: list[gpu.RowCodes | gpu.RowStack] = [*weight_quantization.codes_in(model.module)]  # type: ignore[list-item]
+    stacks: Any = list(experts.stacks(model.module))
+    assert bool(stacks) == (shape != "tiny-qwen2")
+    count = len(of) + sum(stack.count * (2 if at % 2 == 0 else 1) for at, stack in enumerate(stacks))
+    of += stacks
+    assert any(f"{count} of them over its own codes" in line for line in lines)
+    assert all(
+        isinstance(each, gpu.RowCodes | gpu.RowStack) and each.format == ("fp8" if name == "fp8" else "int4")
+        for each in of
+    )
     assert all((each.zeros is not None) == (name == "awq") for each in of)
     expected = load_model(str(plain), dtype=torch.float32, device=CPU, kernels="reference")
     tokens = [index * 7 % 64 for index in range(5)]

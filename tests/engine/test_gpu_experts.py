@@ -17,15 +17,19 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
 from engine.attention.forward_context import Batch
+from engine.gpu import codes as gpu_codes
 from engine.gpu import layers, products
 from engine.gpu.attention.paged_attention import TritonAttention
+from engine.gpu.codes import RowStack, packer
 from engine.gpu.mixture import adoption, operators
 from engine.gpu.operators import ops
 from engine.gpu.products import Tiling
-from engine.kernels import modules
+from engine.kernels import experts, is_nothing, modules, weight_quantization
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, traced_forward
 from loadtest.harness.random_checkpoints import make_checkpoint, make_module
+from tandem.errors import CheckpointRefused
+from tests.engine.test_gpu_codes import random_codes
 from tests.engine.test_gpu_recording import SMALL, Kernels, Noted, with_context
 
 CPU = torch.device("cpu")
@@ -81,6 +85,30 @@ def test_each_pair_is_multiplied_by_the_weight_of_its_expert(tokens: int, dtype:
     exact = torch.einsum("tk,tenk->ten", x.double(), weight[chosen].double()) + bias[chosen].double()
     allowed = 1e-5 if dtype == torch.float32 else 2**-10
     assert (found.view(exact.shape) - exact).abs().max() / exact.std() < allowed * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 7, MANY])
+@pytest.mark.parametrize(("format", "group", "zeros"), [("int8", K, False), ("fp8", K, False), ("int4", 32, True)])
+def test_each_pair_is_multiplied_by_the_codes_of_its_expert(format: str, group: int, zeros: bool, tokens: int) -> None:
+    """The bits of a layer's product over that expert's codes, in tiles of both sizes, with or without zeros; alone and
+    among all; none of what lies beyond the codes is read."""
+    x, chosen, _, bias = operands(tokens)
+    each = [random_codes(N, K, group, format, zeros, seed=expert) for expert in range(EXPERTS)]
+    codes, scales = torch.stack([one.codes for one in each]), torch.stack([one.scales for one in each])
+    own = torch.stack([one.zeros for one in each]) if zeros else None  # type: ignore[misc]
+
+    def over_codes(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        plan = ops.experts_plan(x, chosen, EXPERTS, each[0].depth)
+        numbers = (EXPERTS, N, K, group, each[0].depth, format)
+        out: torch.Tensor = ops.experts_codes(x, chosen, plan, codes, scales, own, bias, *numbers)
+        return out
+
+    found = over_codes(x, chosen)
+    assert torch.equal(over_codes(x[:0], chosen[:0]), found[:0])
+    assert torch.equal(over_codes(x[-1:], chosen[-1:]), found[-EACH:])
+    for at, expert in list(enumerate(chosen.flatten().tolist()))[:: max(1, tokens // 20)]:
+        alone = each[expert].multiply(x[at // EACH, None], bias[expert])
+        assert torch.equal(found[at], alone[0])
 
 
 def test_the_rows_of_pairs_are_multiplied_in_their_order() -> None:
@@ -195,10 +223,10 @@ def test_mixtures_equal_those_of_transformers(family: str, monkeypatch: pytest.M
     if family != WIDE_TILES:
         monkeypatch.setattr(adoption, "MEANS", ())
     model = random_model(family)
-    experts, routers = list(adoption.found_experts(model)), list(adoption.found_routers(model))
-    assert adoption.adopt(model) == f"{len(experts)} mixtures, {len(routers)} routers"
-    assert len(experts) == len(routers) > 0
-    for mixture, router in zip(experts, routers, strict=True):
+    mixtures, routers = list(adoption.found_experts(model)), list(adoption.found_routers(model))
+    assert adoption.adopt(model) == f"{len(mixtures)} mixtures, {len(routers)} routers"
+    assert len(mixtures) == len(routers) > 0
+    for mixture, router in zip(mixtures, routers, strict=True):
         x = torch.randn(9, router.weight.shape[1])  # type: ignore[arg-type, union-attr]
         outs = []
         for on in (False, True):
@@ -211,6 +239,69 @@ def test_mixtures_equal_those_of_transformers(family: str, monkeypatch: pytest.M
         logits, shares, chosen = router(x[-1:])
         for alone, ours in zip((logits, shares, mixture(x[-1:], chosen, shares)), outs[1], strict=True):
             assert torch.equal(alone[0], ours[-1])
+
+
+@pytest.mark.parametrize(("family", "format"), [("mixtral", "int4"), ("gpt-oss", "int8")])
+def test_mixtures_over_codes_equal_those_that_torch_widens(
+    family: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded at load; the weights are dropped; a row has the same bits alone; they can be switched back."""
+    monkeypatch.setattr(adoption, "MEANS", ())
+    model: Any = random_model(family)
+    found = list(adoption.found_experts(model))
+    dense = weight_quantization.bytes_in(model)
+    weight_quantization.apply(model, format, packer(CPU), with_experts=True)
+    assert weight_quantization.bytes_in(model) < dense / 2
+    assert adoption.adopt(model).startswith(f"{len(found)} mixtures over codes, ")
+    assert all(isinstance(stack, RowStack) for mixture in found for stack in experts.stacks_of(mixture))
+    for mixture in found:
+        width = experts.stacks_of(mixture)[0].k
+        x, chosen, shares = (
+            torch.randn(5, width),
+            torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]]),
+            torch.rand(5, 2),
+        )
+        outs = []
+        for on in (False, True):
+            modules.switch(model, on)
+            assert isinstance(mixture, adoption.Experts) == on
+            outs.append(mixture(x, chosen, shares))
+        assert (outs[0] - outs[1]).abs().max() / outs[0].std() < 1e-4
+        assert torch.equal(mixture(x[-1:], chosen[-1:], shares[-1:])[0], outs[1][-1])
+        assert all(is_nothing(each) for name, each in mixture.named_parameters() if not name.endswith("_bias"))
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("another expert's scale", "over codes: a result differs from torch's by"),
+        ("order", "over codes: a result gives a row other bits among"),
+        ("another code", "packed as int8 differs from its codes"),
+    ],
+)
+def test_control_codes_that_are_wrong_are_refused(what: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the weights are dropped."""
+    multiply = RowStack.multiply
+    if what == "another expert's scale":
+
+        def wrong(stack: RowStack, *given: Any) -> torch.Tensor:
+            return multiply(replace(stack, scales=stack.scales.roll(1, 0)), *given)
+
+        monkeypatch.setattr(RowStack, "multiply", wrong)
+    elif what == "order":
+
+        def other(stack: RowStack, x: torch.Tensor, *given: Any) -> torch.Tensor:
+            return multiply(stack, x, *given) * (1 + 1e-6 * (len(x) == 1))
+
+        monkeypatch.setattr(RowStack, "multiply", other)
+    else:
+        monkeypatch.setattr(
+            gpu_codes, "values_of", lambda codes, format: weight_quantization.values_of(codes.clamp(max=90), format)
+        )
+    monkeypatch.setattr(adoption, "MEANS", ())
+    model: Any = random_model("mixtral")
+    with pytest.raises(CheckpointRefused, match=why):
+        weight_quantization.apply(model, "int8", packer(CPU), with_experts=True)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +356,13 @@ def test_control_what_is_wrong_does_not_serve(
     assert sum(served) == 4  # of the other kind
 
 
-@pytest.mark.parametrize(("family", "gate"), [("qwen3-moe", ["gated"]), ("gpt-oss", ["clamped_gate"])])
-def test_a_mixture_is_recorded(family: str, gate: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "gate", "weights"),
+    [("qwen3-moe", ["gated"], ""), ("gpt-oss", ["clamped_gate"], ""), ("qwen3-moe", ["gated"], "int4")],
+)
+def test_a_mixture_is_recorded(
+    family: str, gate: list[str], weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The recording serves and computes what the modules do, a row has its bits in any step, and a decode step is
     not refused for capture; that nothing in it asks who was chosen is in test_cuda_experts.py."""
     more = {"layer_types": ["full_attention"] * 2} if family == "gpt-oss" else {"moe_intermediate_size": 64}
@@ -274,9 +370,11 @@ def test_a_mixture_is_recorded(family: str, gate: list[str], tmp_path: Path, mon
     made = make_checkpoint(tmp_path / family, f"tiny-{family}", dtype="float32", **SMALL, **more)
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     model.cuda_kernel = TritonAttention(model.max_model_len)
+    if weights:
+        weight_quantization.apply(model.module, weights, packer(CPU), with_experts=True)
     line = layers.adopt(model.module)
     assert line.startswith(layers.NAME)
-    assert line.endswith("2 mixtures, 2 routers")
+    assert line.endswith(f"2 mixtures{' over codes' if weights else ''}, 2 routers")
     model.cuda_products = True
     model.use_paged_attention()
     batches = traced_forward._batches

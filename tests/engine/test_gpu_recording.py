@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,8 +89,7 @@ def on_gpu(family: str, folder: Path, weights: str = "") -> ModelRunner:
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     model.cuda_kernel = TritonAttention(model.max_model_len)
     if weights:
-        packer = weight_quantization.Packer(partial(codes.packed, device=CPU))
-        assert weight_quantization.apply(model.module, weights, packer) == 15
+        assert weight_quantization.apply(model.module, weights, codes.packer(CPU)) == 15
     assert layers.adopt(model.module).startswith(layers.NAME)
     model.cuda_products = True
     model.use_paged_attention()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.product_kernels import e4m3, product
+from engine.gpu.tiles import e4m3, product
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FULL, WINDOW, CHUNK = 0, 1, 2  # values of REACH; `span` is the size in tokens of a window or chunk

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.gpu.mixture import operators as _registered  # noqa: F401
 from engine.gpu.operators import ops
 from engine.kernels import experts, modules
 from engine.kernels.replacement import Compiled
+from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ def adopt(model: nn.Module) -> str:
         if (gate := gate_of(module)) is not None:
             module.__dict__[_GATE] = gate
     parts = [_marked("mixtures", found, Experts, _differs_from_experts)] if found else []
+    if over_codes := sum(map(experts.has_stacks, model.modules())):
+        parts.append(f"{over_codes} mixtures over codes")
     if routers := list(found_routers(model)):
         parts.append(_marked("routers", routers, Router, _differs_from_router))
     return ", ".join(parts)
@@ -94,7 +97,8 @@ class Experts(Compiled):
     """A mixture's experts, whose rows do not depend on each other."""
 
     def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        if hidden_states.dtype != self._parameters["down_proj"].dtype:  # type: ignore[attr-defined]  # the module's own
+        weight = self._parameters["down_proj"]  # type: ignore[attr-defined]  # the module's own
+        if hidden_states.dtype != weight.dtype and not experts.has_stacks(self):  # type: ignore[arg-type]
             out: torch.Tensor = super().forward(hidden_states, chosen, shares)  # type: ignore[misc]
             return out
         return compute(self, hidden_states, chosen, shares)
@@ -102,23 +106,26 @@ class Experts(Compiled):
 
 def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """What the module computes, from x `[tokens, k]`, and each token's experts and their shares `[tokens, each]`."""
-    sizes = module.__dict__[_SIZES]
-    plan = ops.experts_plan.default(x, chosen, sizes[0][0])
+    sizes, names = module.__dict__[_SIZES], experts_names(module)
+    stacks: Any = experts.stacks_of(module)  # of engine/gpu/codes.py
+    plan = ops.experts_plan.default(x, chosen, sizes[0][0], stacks[0].depth if stacks else None)
 
-    def multiplied(rows: torch.Tensor, name: str, numbers: tuple[int, int, int]) -> torch.Tensor:
-        bias = module._parameters[f"{name}_bias"] if module.has_bias else None
-        out: torch.Tensor = ops.experts.default(
-            rows, chosen, plan, module._parameters[name], bias, module.is_transposed, *numbers
+    def multiplied(rows: torch.Tensor, at: int) -> torch.Tensor:
+        bias = module._parameters[f"{names[at]}_bias"] if module.has_bias else None
+        weight = module._parameters[names[at]]
+        out: torch.Tensor = (
+            stacks[at].multiply(rows, chosen, bias, plan)
+            if stacks
+            else ops.experts.default(rows, chosen, plan, weight, bias, module.is_transposed, *sizes[at])
         )
         return out
 
-    up, down = experts_names(module)
-    y = multiplied(x, up, sizes[0])
+    y = multiplied(x, 0)
     if (gate := module.__dict__.get(_GATE)) is not None:
         y = ops.clamped_gate.default(y, *gate)
     else:
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = multiplied(y, down, sizes[1])
+    y = multiplied(y, 1)
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y)
     out: torch.Tensor = ops.experts_sum.default(y, shares, x)
@@ -160,10 +167,34 @@ def experts_names(module: Any) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
+class Adopter(experts.Adopter):
+    """Of experts over codes. They were proven equal to their weights when they were packed; here, what the module makes
+    of them is."""
+
+    def adopt(self, module: nn.Module, both: Sequence[Any]) -> None:
+        """Both are of engine/gpu/codes.py. Their device becomes the module's."""
+        module.to(both[0].codes.device)
+        if (gate := gate_of(module)) is not None:
+            module.__dict__[_GATE] = gate
+        module.__dict__.update({_SIZES: _sizes(module), experts.SERVED_BY: Experts})
+        super().adopt(module, both)
+
+    def prove(self, module: nn.Module) -> None:
+        if problem := _differs_from_experts(module):
+            raise CheckpointRefused(
+                f"Triton's products of {type(module).__name__} over codes: a result {problem}; serve it with"
+                " weights = checkpoint"
+            )
+
+
+def _sizes(module: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each.shape) for each in experts.weights(module))
+
+
 @torch.inference_mode()
 def _differs_from_experts(module: Any) -> str | None:
     both = experts.weights(module)
-    module.__dict__[_SIZES] = tuple(tuple(each.shape) for each in both)
+    module.__dict__[_SIZES] = _sizes(module)
     count, each = len(both[0]), min(MOST_CHOSEN, max(1, len(both[0]) // 2))
     larger = [count * mean // each + 1 for mean in MEANS]
     generator, device = torch.Generator(both[0].device).manual_seed(0), both[0].device
@@ -174,7 +205,8 @@ def _differs_from_experts(module: Any) -> str | None:
     shares = torch.rand(chosen.shape, generator=generator, device=device).to(x.dtype)
     given = (x, chosen, shares)
     found = compute(module, *given)
-    problem = trial.differs(found, module(*given), several=True)
+    expected = experts.forward(module, *given, experts.plainly) if experts.has_stacks(module) else module(*given)
+    problem = trial.differs(found, expected, several=True)
     return problem or trial.other_bits(lambda *rows: (compute(module, *rows),), given, (found,), (*SOME, *larger))
 
 

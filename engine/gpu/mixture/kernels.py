@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.product_kernels import product
+from engine.gpu.tiles import over_codes, product
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -53,7 +53,9 @@ def plan(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def experts(
     x,
-    weight,
+    weight,  # elements; or codes, as engine/gpu/codes.py has them
+    scales,
+    zeros,
     bias,
     plan,
     out,  # [pairs, columns]
@@ -61,16 +63,21 @@ def experts(
     tiles,
     columns,
     depth,
+    group,
     each,  # pairs of a row of x
     x_row,  # strides from here on; the elements of a row of x are contiguous
     w_expert,
     w_col,
     w_depth,
+    s_col,
     b_expert,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     WHOLE: tl.constexpr,  # `depth` is a multiple of DEPTH
+    FORMAT: tl.constexpr,
+    GROUPED: tl.constexpr,  # a column has several scales
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -86,18 +93,27 @@ def experts(
     pair = tl.load(plan + begin + row, mask=there, other=0)
     x_at = x + (pair // each).to(tl.int64)[:, None] * x_row
     w_at = weight + expert * w_expert + first_col * w_col + col[None, :] * w_col
+    of_col = (expert * columns + first_col + col) * s_col
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):  # as product_kernels.linear adds
-        at = start + tl.arange(0, DEPTH)
-        left, right = there[:, None], used[None, :]
-        if not WHOLE:
-            left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-        a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-        b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
-        if EXACT:
-            sums += product(a, b, EXACT)
+        if FORMAT != 0:
+            sums += over_codes(
+                x_at, w_at, zeros + of_col, scales + of_col, start, depth, group, w_depth, there[:, None], used, DEPTH,
+                WHOLE, FORMAT, GROUPED, ZEROS, EXACT,
+            )  # fmt: skip
         else:
-            sums = tl.dot(a, b, sums)
+            at = start + tl.arange(0, DEPTH)
+            left, right = there[:, None], used[None, :]
+            if not WHOLE:
+                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
+            if EXACT:
+                sums += product(a, b, EXACT)
+            else:
+                sums = tl.dot(a, b, sums)
+    if FORMAT != 0 and not GROUPED:
+        sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias + expert * b_expert + first_col + col, mask=used, other=0.0).to(tl.float32)[None, :]
     o_at = out + pair.to(tl.int64)[:, None] * columns + first_col + col[None, :]

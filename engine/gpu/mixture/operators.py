@@ -3,6 +3,7 @@
 
     experts_plan    which pairs of a token and one of its experts are computed together
     experts         the product of each pair with the weight of its expert
+    experts_codes   likewise, over quantised weights (engine/gpu/codes.py)
     clamped_gate    the gate of gpt-oss's experts; others stay transformers', and most are fused in a recording
     experts_sum     the sum of a token's experts, times their shares, in the order in which they were chosen
 
@@ -20,17 +21,17 @@ import torch
 from engine.gpu.mixture import kernels
 from engine.gpu.operators import capability_of, operator
 from engine.gpu.product_kernels import INTERPRETED
-from engine.gpu.products import Tiling, cdiv
+from engine.gpu.products import FORMATS, Scaled, Tiling, cdiv
 
 CHUNK = 1024  # pairs that a program of the plan looks at at a time
 TALL = 128  # pairs of a tile, at most
 TILE = 1024  # columns of a program of the sum
 
 
-def tiling(pairs: int, count: int, n: int, dtype: torch.dtype, capability: int) -> Tiling:
+def tiling(pairs: int, count: int, n: int, dtype: torch.dtype, capability: int, depth: int | None = None) -> Tiling:
     """That of a layer with as many rows as each of `count` experts has on average, up to the largest tile whose rows,
-    which are gathered, take no register too many."""
-    own = Tiling.of(cdiv(pairs, count), n, dtype, capability)
+    which are gathered, take no register too many. `depth`: that of weights of codes."""
+    own = Tiling.of(cdiv(pairs, count), n, dtype, capability, depth)
     return replace(own, rows=min(own.rows, TALL))
 
 
@@ -39,11 +40,11 @@ def tiles(pairs: int, count: int, rows: int) -> int:
     return pairs // rows + min(pairs, count)
 
 
-@operator("experts_plan(Tensor x, Tensor chosen, int count) -> Tensor")
-def plan(x: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
-    """For products of rows of x's type with `count` experts; `chosen [tokens, each]`."""
+@operator("experts_plan(Tensor x, Tensor chosen, int count, int? depth=None) -> Tensor")
+def plan(x: torch.Tensor, chosen: torch.Tensor, count: int, depth: int | None = None) -> torch.Tensor:
+    """For products of rows of x's type with `count` experts; `chosen [tokens, each]`. `depth` as in `tiling`."""
     pairs = chosen.numel()
-    rows = tiling(pairs, count, 1, x.dtype, capability_of(x.device)).rows
+    rows = tiling(pairs, count, 1, x.dtype, capability_of(x.device), depth).rows
     many = tiles(pairs, count, rows)
     out = torch.empty(pairs + 3 * many, dtype=torch.int32, device=x.device)
     if pairs:
@@ -72,18 +73,63 @@ def experts(
     assert weight.shape == (count, n, k), f"weights of {tuple(weight.shape)} for {count} of {n} x {k}"
     if x.dtype != weight.dtype:
         raise TypeError(f"rows in {x.dtype} and weights in {weight.dtype}")
+    return _multiplied(x, chosen, plan, weight, bias)
+
+
+@operator(
+    "experts_codes(Tensor x, Tensor chosen, Tensor plan, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias,"
+    " int count, int n, int k, int group, int depth, str format) -> Tensor"
+)
+def experts_codes(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    plan: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    count: int,
+    n: int,
+    k: int,
+    group: int,
+    depth: int,
+    format: str,
+) -> torch.Tensor:
+    """`[pairs, n]`, from x `[tokens, k]` or `[pairs, k]`, codes `[count, n, bytes]` and scales and zeros
+    `[count, n, groups]`; the plan is of this `depth`."""
+    assert codes.shape[:2] == scales.shape[:2] == (count, n), f"codes of {tuple(codes.shape)} for {count} of {n}"
+    assert x.shape[-1] == k, f"{x.shape[-1]} inputs for {k}"
+    kept = codes.view(torch.int8) if format == "int8" else codes
+    return _multiplied(x, chosen, plan, kept, bias, Scaled(scales, zeros, group, FORMATS[format], depth))
+
+
+def _multiplied(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    plan: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaled: Scaled | None = None,
+) -> torch.Tensor:
+    count, n, k = *weight.shape[:2], x.shape[-1]
     pairs, flat = chosen.numel(), x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(pairs, n)
     if pairs == 0:
         return out
-    own = tiling(pairs, count, n, x.dtype, capability_of(x.device))
+    own = tiling(pairs, count, n, x.dtype, capability_of(x.device), scaled.depth if scaled else None)
     many = tiles(pairs, count, own.rows)
     launch = own.launch
     del launch["BAND"]
+    scales, zeros, group, groups = flat, flat, 1, 1  # absent tensors are not read
+    if scaled is not None:
+        scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[-1]
+        zeros = scaled.zeros if scaled.zeros is not None else flat
     kernels.experts[(many * cdiv(n, own.columns),)](
-        flat, weight, flat if bias is None else bias, plan, out, pairs, many, n, k, pairs // len(flat), flat.stride(0),
-        weight.stride(0), weight.stride(1), weight.stride(2), 0 if bias is None else bias.stride(0),
-        **launch, WHOLE=k % own.depth == 0, BIAS=bias is not None, EXACT=x.dtype == torch.float32 or INTERPRETED,
+        flat, weight, scales, zeros, flat if bias is None else bias, plan, out, pairs, many, n, k, group,
+        pairs // len(flat), flat.stride(0), *weight.stride(), groups, 0 if bias is None else bias.stride(0),
+        **launch, WHOLE=k % own.depth == 0, FORMAT=scaled.format if scaled else 0, GROUPED=groups > 1,
+        ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
+        EXACT=x.dtype == torch.float32 or INTERPRETED,
     )  # fmt: skip
     return out
 
