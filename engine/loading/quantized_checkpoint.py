@@ -231,18 +231,18 @@ def _stack_of(
             raise packing_scheme.refused(
                 method, f"has weights of {product.name} that are not what the model computes with"
             )
-    for format in ("fp8",) if joined[0].fp8 else ("int4", "int8"):
-        each = (_in_place(product, format, packer) for product in joined)
+    for format, zeros in [("fp8", False)] if joined[0].fp8 else [("int4", False), ("int4", True), ("int8", False)]:
+        if zeros and not packer.zeros:
+            continue
+        each = (product.with_zeros() if zeros else _in_place(product, format) for product in joined)
         if (stack := packer.pack_experts(each, len(joined), format, name)) is not None:
             return stack
     return None
 
 
-def _in_place(product: gptq_awq_fp8.Product, format: str, packer: Packer) -> experts.ExpertCodes | None:
+def _in_place(product: gptq_awq_fp8.Product, format: str) -> experts.ExpertCodes | None:
     """The codes of a product with its columns in place; None if there are none."""
     found = product.coded(format)
-    if found is None and format == "int4" and packer.zeros:
-        return product.with_zeros()
     if found is None or not torch.equal(found.order, torch.arange(len(found.order))):
         return None
     again = weight_quantization.represented(found.codes, found.scales, found.group, format)

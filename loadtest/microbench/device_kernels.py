@@ -138,24 +138,51 @@ def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
     return _line(None if line.startswith(layers.NAME) else line, "equal within roundings, and a row to itself")
 
 
-def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype, format: str = "") -> str:
-    """Those of a layer of a mixture, of their full size and number, and its router; `format`: over codes."""
+def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype, format: str = "", group: int = 0) -> str:
+    """Those of a layer of a mixture, of their full size and number, and its router; over codes of a `format`, in groups
+    of so many, with zeros beside int4: of each row as a whole and of groups of 32 if they are rounded."""
     from engine.gpu import codes  # as above
     from engine.gpu.mixture import adoption
 
-    model = model_of({**REST, **config, "num_hidden_layers": 1}, dtype, device)
+    model, packer = model_of({**REST, **config, "num_hidden_layers": 1}, dtype, device), codes.packer(device)
     for mixture in adoption.found_experts(model):
         for each in mixture.parameters():
             nn.init.normal_(each, std=0.05)
         if format:
             named = zip(experts_of.weights(mixture), experts_of.names(mixture), strict=True)
-            packer = codes.packer(device)
-            both = [weight_quantization.round_experts(weight, format, name, packer) for weight, name in named]
+            both = [
+                random_stack(weight, format, group, name, packer)
+                if group
+                else weight_quantization.round_experts(weight, format, name, packer)
+                for weight, name in named
+            ]
             packer.adopter().adopt(mixture, both)
     line = adoption.adopt(model)
     if line != ("1 mixtures over codes, 1 routers" if format else "1 mixtures, 1 routers"):
         return f"wrong: {line}"
     return "equal within roundings, and a row to itself"
+
+
+def random_stack(
+    weight: torch.Tensor, format: str, group: int, name: str, packer: weight_quantization.Packer
+) -> experts_of.CodedStack:
+    """Codes as a checkpoint has them, of the size of the weights `[experts, n, k]`."""
+    (count, n, k), generator = weight.shape, torch.Generator().manual_seed(0)
+
+    def each() -> Iterator[experts_of.ExpertCodes]:
+        for _ in range(count):
+            scales = (torch.rand(n, -(-k // group), generator=generator) + 0.1) / 100
+            if format == "int4":
+                integers = torch.randint(0, 16, (n, k), generator=generator).to(torch.int16)
+                zeros = torch.randint(6, 10, scales.shape, generator=generator)
+                yield experts_of.ExpertCodes(integers, scales, group, zeros)
+            else:
+                units = torch.randn(n, k, generator=generator) * {"int8": 40.0, "fp8": 4.0}[format]
+                yield experts_of.ExpertCodes(weight_quantization.codes_of(units, format), scales, group)
+
+    stack = packer.pack_experts(each(), count, format, name)
+    assert stack is not None
+    return stack
 
 
 def codes(device: torch.device, format: str, group: int) -> str:
@@ -243,8 +270,9 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     for name, config in WHOLE.items():
         for dtype in (torch.bfloat16, torch.float32):
             yield f"experts {name}, {dtype}", partial(experts, device, config, dtype)
-        for format in ("int8", "fp8", "int4"):
-            yield f"experts {name} over {format}", partial(experts, device, config, torch.bfloat16, format)
+        for format, group in [("int8", 0), ("fp8", 0), ("int4", 0), ("int8", 32), ("fp8", 128), ("int4", 128)]:
+            what = f"experts {name} over {format}{f' in groups of {group}' if group else ''}"
+            yield what, partial(experts, device, config, torch.bfloat16, format, group)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
     yield "grammars", partial(grammars, device)
     for fact in calls():

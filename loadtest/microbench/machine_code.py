@@ -210,24 +210,26 @@ def experts(
     transposed: bool = False,
     bias: bool = False,
     format: str = "",
+    group: int = 0,
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows; `format` as in `product`."""
+    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows; of codes in a `format`, in groups of
+    so many, with zeros beside int4."""
     from engine.gpu import products
     from engine.gpu.mixture import kernels, operators
 
     count, n, k = 128, 1536, 2048
-    depth = {"": None, "int4": 32}.get(format, 64)
+    depth = None if not format else 32 if group == 32 else 64
     tiling = operators.tiling(count * rows, count, n, dtype, architecture, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
     del launch["BAND"]
     fixed: dict[str, Any] = {"WHOLE": k % tiling.depth == 0, "BIAS": bias, "EXACT": dtype == torch.float32}
-    fixed |= {"FORMAT": products.FORMATS.get(format, 0), "GROUPED": format == "int4", "ZEROS": format == "int4"}
+    fixed |= {"FORMAT": products.FORMATS.get(format, 0), "GROUPED": group > 0, "ZEROS": format == "int4"}
     fixed["w_col" if transposed else "w_depth"] = 1
     types = dict.fromkeys(("x", "weight", "bias", "out"), NAMES[dtype]) | {"plan": "*i32"}
     types |= {"scales": "*fp32", "zeros": "*u8"}
     types |= {"weight": "*i8" if format == "int8" else "*u8"} if format else {}
-    what = f"{', transposed' if transposed else ''}{f', {format}' if format else ''}"
+    what = f"{', transposed' if transposed else ''}{f', {format}' if format else ''}{f' by {group}' if group else ''}"
     what += ", float32" if dtype == torch.float32 else ""
     name = f"experts {n} x {k}{what}, {'many rows' if rows == MANY else f'{rows} rows'}"
     code = compiled(name, kernels.experts, launch | fixed, types, architecture, options)
@@ -464,8 +466,8 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
             if variants:
                 yield experts(architecture, rows=rows, transposed=True, bias=True)
                 yield experts(architecture, rows=rows, dtype=torch.float32)
-                for format in ("int8", "fp8", "int4"):
-                    yield experts(architecture, rows=rows, format=format)
+                for format, group in (("int8", 0), ("int8", 32), ("fp8", 0), ("fp8", 128), ("int4", 32), ("int4", 128)):
+                    yield experts(architecture, rows=rows, format=format, group=group)
         yield from (replace(code, products=False) for code in mixture(architecture))
         yield norm(architecture, 4096)
         yield from of_rows(architecture)

@@ -274,13 +274,14 @@ def test_mixtures_over_codes_equal_those_that_torch_widens(
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("another expert's scale", "over codes: a result differs from torch's by"),
-        ("order", "over codes: a result gives a row other bits among"),
+        ("another expert's scale", "MixtralExperts over codes differs from torch's by"),
+        ("order", "MixtralExperts over codes gives a row other bits among"),
+        ("fails", "MixtralExperts over codes fails: .*no such device"),
         ("another code", "packed as int8 differs from its codes"),
     ],
 )
 def test_control_codes_that_are_wrong_are_refused(what: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the weights are dropped."""
+    """A mixture does not start with them."""
     multiply = RowStack.multiply
     if what == "another expert's scale":
 
@@ -294,6 +295,13 @@ def test_control_codes_that_are_wrong_are_refused(what: str, why: str, monkeypat
             return multiply(stack, x, *given) * (1 + 1e-6 * (len(x) == 1))
 
         monkeypatch.setattr(RowStack, "multiply", other)
+    elif what == "fails":
+
+        class Fails:
+            def __getitem__(self, grid: Any) -> Any:
+                raise RuntimeError("no such device\nAdvice.")
+
+        monkeypatch.setattr(operators.kernels, "experts", Fails())
     else:
         monkeypatch.setattr(
             gpu_codes, "values_of", lambda codes, format: weight_quantization.values_of(codes.clamp(max=90), format)
@@ -358,13 +366,14 @@ def test_control_what_is_wrong_does_not_serve(
 
 @pytest.mark.parametrize(
     ("family", "gate", "weights"),
-    [("qwen3-moe", ["gated"], ""), ("gpt-oss", ["clamped_gate"], ""), ("qwen3-moe", ["gated"], "int4")],
+    [("qwen3-moe", ["gated"], ""), ("gpt-oss", ["clamped_gate"], ""), ("qwen3-moe", ["gated"], "int8")],
 )
 def test_a_mixture_is_recorded(
     family: str, gate: list[str], weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording serves and computes what the modules do, a row has its bits in any step, and a decode step is
-    not refused for capture; that nothing in it asks who was chosen is in test_cuda_experts.py."""
+    not refused for capture; that nothing in it asks who was chosen is in test_cuda_experts.py, for experts in the
+    model's type."""
     more = {"layer_types": ["full_attention"] * 2} if family == "gpt-oss" else {"moe_intermediate_size": 64}
     monkeypatch.setattr(adoption, "MEANS", ())
     made = make_checkpoint(tmp_path / family, f"tiny-{family}", dtype="float32", **SMALL, **more)

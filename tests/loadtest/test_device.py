@@ -100,13 +100,16 @@ def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture
 
 
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts and routers. Those that are torch's, because an operator is wrong, are reported."""
+    """Experts, over codes as well, and routers. Those that are torch's, because an operator is wrong, are reported."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
     from engine.gpu.mixture import adoption
 
     monkeypatch.setattr(adoption, "SOME", (1, 5))
+    monkeypatch.setattr(adoption, "MEANS", ())
     right = "equal within roundings, and a row to itself"
     assert device_kernels.experts(CPU, MIXTURE, torch.float32) == right
+    assert device_kernels.experts(CPU, MIXTURE, torch.float32, "int8") == right
+    assert device_kernels.experts(CPU, MIXTURE, torch.float32, "int4", group=64) == right
     monkeypatch.setattr(adoption, "compute", lambda module, x, chosen, shares: x * 2)
     assert device_kernels.experts(CPU, MIXTURE, torch.float32).startswith("wrong: mixtures by torch")
 
@@ -171,7 +174,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 4
-    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * 2
+    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(

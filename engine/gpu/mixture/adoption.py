@@ -5,7 +5,7 @@ Experts are recognised by the common form of transformers' (engine/kernels/exper
 matrix, and a forward that multiplies by it. Their activations, gates and norms stay torch's, element by element or row
 by row, except gpt-oss's gate, which is recognised by its results. The result must agree with torch's, and a row must
 have the same bits alone, among few and among many others. Where a trial fails, torch's own code serves all experts, or
-all routers, of the model, and the log says so.
+all routers, of the model, and the log says so; experts over codes are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.gpu import products, trial
 from engine.gpu.mixture import operators as _registered  # noqa: F401
 from engine.gpu.operators import ops
-from engine.kernels import experts, modules
+from engine.kernels import experts, modules, nothing
 from engine.kernels.replacement import Compiled
 from tandem.errors import CheckpointRefused
 
@@ -60,11 +60,7 @@ def adopt(model: nn.Module) -> str:
 def _marked(what: str, found: list[nn.Module], replacement: type, differs: Callable[[Any], str | None]) -> str:
     kinds = {_kind(each): each for each in found}
     for module in kinds.values():
-        try:
-            problem = differs(module)
-        except ERRORS as error:
-            problem = f"fails: {str(error).strip().partition(chr(10))[0]}"
-        if problem:
+        if problem := _problem_of(module, differs):
             why = f"Triton's {type(module).__name__} {problem}"
             log.warning("torch's %s serve, with bits that may follow from a token's batch: %s", what, why)
             for each in found:
@@ -74,6 +70,13 @@ def _marked(what: str, found: list[nn.Module], replacement: type, differs: Calla
         sizes = kinds[_kind(module)].__dict__[_SIZES]
         module.__dict__.update({_SIZES: sizes, modules.REPLACEMENT: replacement})
     return f"{len(found)} {what}"
+
+
+def _problem_of(module: nn.Module, differs: Callable[[Any], str | None]) -> str | None:
+    try:
+        return differs(module)
+    except ERRORS as error:
+        return f"fails: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
@@ -172,17 +175,21 @@ class Adopter(experts.Adopter):
     of them is."""
 
     def adopt(self, module: nn.Module, both: Sequence[Any]) -> None:
-        """Both are of engine/gpu/codes.py. Their device becomes the module's."""
-        module.to(both[0].codes.device)
+        """Both are of engine/gpu/codes.py. Their device becomes the module's, whose weights never go there."""
+        device = both[0].codes.device
+        for name in experts.names(module):
+            parameter: Any = module._parameters[name]
+            parameter.data = nothing(parameter.shape, parameter.dtype, device)
+        module.to(device)
         if (gate := gate_of(module)) is not None:
             module.__dict__[_GATE] = gate
         module.__dict__.update({_SIZES: _sizes(module), experts.SERVED_BY: Experts})
         super().adopt(module, both)
 
     def prove(self, module: nn.Module) -> None:
-        if problem := _differs_from_experts(module):
+        if problem := _problem_of(module, _differs_from_experts):
             raise CheckpointRefused(
-                f"Triton's products of {type(module).__name__} over codes: a result {problem}; serve it with"
+                f"Triton's {type(module).__name__} over codes {problem}; serve the unquantised checkpoint with"
                 " weights = checkpoint"
             )
 
