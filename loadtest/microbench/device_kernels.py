@@ -139,8 +139,9 @@ def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
 
 
 def experts(device: torch.device, config: dict[str, Any], dtype: torch.dtype, format: str = "", group: int = 0) -> str:
-    """Those of a layer of a mixture, of their full size and number, and its router; over codes of a `format`, in groups
-    of so many, with zeros beside int4: of each row as a whole and of groups of 32 if they are rounded."""
+    """Checks the experts of one layer of a mixture, of their full size and number, and its router. With a `format` the
+    experts are over codes: random ones with a scale for each `group` inputs (int4 with zeros, as AWQ has them), or,
+    without a group, those to which their weights are rounded."""
     from engine.gpu import codes  # as above
     from engine.gpu.mixture import adoption
 

@@ -212,8 +212,8 @@ def experts(
     format: str = "",
     group: int = 0,
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows; of codes in a `format`, in groups of
-    so many, with zeros beside int4."""
+    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows. `format`: over codes, with one scale for
+    each `group` inputs or, without a group, for each column; int4 has zeros."""
     from engine.gpu import products
     from engine.gpu.mixture import kernels, operators
 

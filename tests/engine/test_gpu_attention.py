@@ -1,5 +1,5 @@
 """Attention over pages in Triton, by Triton's interpreter: the numbers of every reach, head size and KV dtype, and bits
-that follow from a row's own sequence alone. The machine code is in test_gpu_machine_code.py; no GPU has run it."""
+that follow from a row's own sequence alone. The machine code is in test_gpu_machine_code.py."""
 
 from __future__ import annotations
 

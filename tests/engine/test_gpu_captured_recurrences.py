@@ -1,5 +1,5 @@
 """Decode steps with the recurrences of a GPU, captured: by Triton's interpreter, over a stand-in for CUDA graphs that
-runs a step's operators again and no Python between them. No GPU has captured one."""
+runs a step's operators again and no Python between them."""
 
 from __future__ import annotations
 

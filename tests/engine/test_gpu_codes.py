@@ -1,5 +1,5 @@
 """Products over quantised weights on a GPU, by Triton's interpreter: the weights are what the codes stand for, in their
-own size, and a row's bits follow from the row. No GPU has run them; the machine code is in test_gpu_machine_code.py."""
+own size, and a row's bits follow from the row."""
 
 from __future__ import annotations
 

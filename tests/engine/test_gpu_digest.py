@@ -1,5 +1,4 @@
-"""The digest kernel of pages on a GPU, by Triton's interpreter: integers, so equal or wrong. No GPU has run it; the
-machine code is in test_gpu_machine_code.py."""
+"""The digest kernel of pages on a GPU, by Triton's interpreter: integers, so equal or wrong."""
 
 from __future__ import annotations
 

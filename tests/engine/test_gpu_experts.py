@@ -1,5 +1,5 @@
 """The mixtures of experts of a GPU, by Triton's interpreter: their numbers, that a row's bits follow from the row, and
-that nothing waits for who was chosen. No GPU has run them; the machine code is in test_gpu_machine_code.py."""
+that nothing waits for who was chosen. No GPU has run those over codes."""
 
 from __future__ import annotations
 

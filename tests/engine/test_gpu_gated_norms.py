@@ -1,5 +1,5 @@
 """Norms between the operators of recurrent layers, by Triton's interpreter: which modules they are, their numbers, and
-that a row's bits follow from the row. No GPU has run them."""
+that a row's bits follow from the row."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The products and norms of a GPU, by Triton's interpreter: their numbers, and that a row's bits follow from the row.
-No GPU has run them; the machine code is in test_gpu_machine_code.py."""
+"""The products and norms of a GPU, by Triton's interpreter: their numbers, and that a row's bits follow from the row."""
 
 from __future__ import annotations
 

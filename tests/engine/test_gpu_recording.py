@@ -1,5 +1,5 @@
 """A forward recorded with the kernels of a GPU, by Triton's interpreter on CPU: what is fused, what it computes, and
-how many kernels a layer has. No GPU has run it."""
+how many kernels a layer has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The recurrences of a GPU, by Triton's interpreter: their numbers, and that a token's bits follow from its sequence.
-No GPU has run them; the machine code is in test_gpu_machine_code.py."""
+"""The recurrences of a GPU, by Triton's interpreter: their numbers, and that a token's bits follow from its sequence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The sampling kernel of a GPU, by Triton's interpreter: it chooses the tokens that plain PyTorch chooses. No GPU has
-run it; the machine code is in test_gpu_machine_code.py."""
+"""The sampling kernel of a GPU, by Triton's interpreter: it chooses the tokens that plain PyTorch chooses."""
 
 from __future__ import annotations
 
