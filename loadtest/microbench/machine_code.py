@@ -212,7 +212,7 @@ def experts(
     format: str = "",
     group: int = 0,
 ) -> Code:
-    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows. `format`: over codes, with one scale for
+    """The products of a mixture's experts of 1536 x 2048, each with `rows` rows. `format`: over codes, with a scale for
     each `group` inputs or, without a group, for each column; int4 has zeros."""
     from engine.gpu import products
     from engine.gpu.mixture import kernels, operators

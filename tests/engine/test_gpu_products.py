@@ -1,4 +1,4 @@
-"""The products and norms of a GPU, by Triton's interpreter: their numbers, and that a row's bits follow from the row."""
+"""The products and norms of a GPU, by Triton's interpreter: their numbers, and that a row's bits follow from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrences of a GPU, by Triton's interpreter: their numbers, and that a token's bits follow from its sequence."""
+"""The recurrences of a GPU, by Triton's interpreter: numbers, and that a token's bits follow from its sequence."""
 
 from __future__ import annotations
 
