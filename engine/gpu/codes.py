@@ -42,7 +42,7 @@ class RowCodes(Codes):
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (self.zeros.nbytes if self.zeros is not None else 0)
+        return sum(part.nbytes for part in _parts(self) if part is not None)
 
     @property
     def depth(self) -> int:
@@ -85,7 +85,7 @@ class RowStack(CodedStack):
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (self.zeros.nbytes if self.zeros is not None else 0)
+        return sum(part.nbytes for part in _parts(self) if part is not None)
 
     @property
     def depth(self) -> int:

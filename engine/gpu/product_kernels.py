@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.tiles import over_codes, product
+from engine.gpu.tiles import added, loaded, over_codes
 
 
 @triton.jit
@@ -81,16 +81,8 @@ def linear(
             if DESCRIBED:
                 a, b = x.load([tile_row * ROWS, start]), weight.load([tile_col * COLS, start]).T
             else:
-                at = start + tl.arange(0, DEPTH)
-                left, right = there, used[None, :]
-                if not WHOLE:
-                    left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-                a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-                b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
-            if EXACT:
-                sums += product(a, b, EXACT)
-            else:
-                sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+                a, b = loaded(x_at, w_at, start, depth, w_depth, there, used[None, :], DEPTH, WHOLE)
+            sums = added(sums, a, b, EXACT)
     if FORMAT != 0 and not GROUPED:
         sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:
@@ -138,16 +130,8 @@ def each_head(
     w_at = weight + head * w_head + col[None, :] * w_col
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        left, right = there, used
-        if not WHOLE:
-            left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-        a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-        b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
-        if EXACT:
-            sums += product(a, b, EXACT)
-        else:
-            sums = tl.dot(a, b, sums)  # one chain in the tensor cores
+        a, b = loaded(x_at, w_at, start, depth, w_depth, there, used, DEPTH, WHOLE)
+        sums = added(sums, a, b, EXACT)
     o_at = out + first_row * o_row + head * o_head + row[:, None] * o_row + col[None, :]
     tl.store(o_at, sums.to(out.dtype.element_ty), mask=there & used)
 

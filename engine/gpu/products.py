@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -77,6 +78,16 @@ class Scaled:
 FORMATS = {"int8": 1, "fp8": 2, "int4": 3}  # of the kernel; 0 is a weight as it is
 
 
+def of_codes(scaled: Scaled | None, absent: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A kernel's arguments `scales, zeros, group, s_col`, and its constants. `absent` is passed for tensors that the
+    kernel does not read."""
+    if scaled is None:
+        return (absent, absent, 1, 1), {"FORMAT": 0, "GROUPED": False, "ZEROS": False}
+    groups, zeros = scaled.scales.shape[-1], scaled.zeros
+    given = (scaled.scales, absent if zeros is None else zeros, scaled.group, groups)
+    return given, {"FORMAT": scaled.format, "GROUPED": groups > 1, "ZEROS": zeros is not None}
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -98,10 +109,7 @@ def linear(
     tiling = Tiling.of(rows, n, x.dtype, capability, scaled.depth if scaled else None)
     added = _rows(beside, n) if beside is not None else flat
     given = [each if each is not None else flat for each in (bias, added)]  # absent tensors are not read
-    scales, zeros, group, groups = flat, flat, 1, 1
-    if scaled is not None:
-        scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[1]
-        zeros = scaled.zeros if scaled.zeros is not None else flat
+    (scales, zeros, group, groups), of_format = of_codes(scaled, flat)
     first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
     outs = (out, out[rows * first :], out[rows * second :]) if widths else (out, out, out)
     described = capability >= HOPPER and rows > FEW and scaled is None and copies(flat) and copies(weight)
@@ -111,8 +119,7 @@ def linear(
     kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
         *read, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
         *weight.stride(), groups, added.stride(0), n,
-        **tiling.launch, WHOLE=k % tiling.depth == 0, FORMAT=scaled.format if scaled else 0,
-        GROUPED=groups > 1, ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
+        **tiling.launch, **of_format, WHOLE=k % tiling.depth == 0, BIAS=bias is not None,
         BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype), DESCRIBED=described,
     )  # fmt: skip
     return out

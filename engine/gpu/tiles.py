@@ -24,6 +24,37 @@ def e4m3(codes):
 
 
 @triton.jit
+def loaded(
+    x_at,  # [ROWS, 1] addresses of rows
+    w_at,  # [1, COLS] addresses of columns
+    start,
+    depth,
+    w_depth,
+    there,  # [ROWS, 1]
+    used,  # [1, COLS]
+    DEPTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """DEPTH elements from `start` on of rows, `[ROWS, DEPTH]`, and of columns, `[DEPTH, COLS]`."""
+    at = start + tl.arange(0, DEPTH)
+    left, right = there, used
+    if not WHOLE:
+        left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
+    a = tl.load(x_at + at[None, :], mask=left, other=0.0)
+    return a, tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+
+
+@triton.jit
+def added(sums, a, b, EXACT: tl.constexpr):
+    """The sums and a tile's products: one chain in the tensor cores, unless EXACT."""
+    if EXACT:
+        sums += product(a, b, EXACT)
+    else:
+        sums = tl.dot(a, b, sums)
+    return sums
+
+
+@triton.jit
 def over_codes(
     x_at,  # [ROWS, 1] addresses of rows
     w_at,  # [1, COLS] addresses of columns of codes, as engine/gpu/codes.py has them
@@ -54,12 +85,7 @@ def over_codes(
             zero = tl.load(zeros_at + start // group, mask=used, other=0).to(tl.int32)[None, :]
         found = product(a, (pair & 15) - zero, EXACT) + product(other, (pair >> 4) - zero, EXACT)
     else:
-        at = start + tl.arange(0, DEPTH)
-        left, right = there, used[None, :]
-        if not WHOLE:
-            left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-        a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-        b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0)
+        a, b = loaded(x_at, w_at, start, depth, w_depth, there, used[None, :], DEPTH, WHOLE)
         if FORMAT == 2:
             b = e4m3(b)
         found = product(a, b, EXACT)

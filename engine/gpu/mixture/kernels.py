@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.tiles import over_codes, product
+from engine.gpu.tiles import added, loaded, over_codes
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -102,16 +102,8 @@ def experts(
                 WHOLE, FORMAT, GROUPED, ZEROS, EXACT,
             )  # fmt: skip
         else:
-            at = start + tl.arange(0, DEPTH)
-            left, right = there[:, None], used[None, :]
-            if not WHOLE:
-                left, right = left & (at < depth)[None, :], right & (at < depth)[:, None]
-            a = tl.load(x_at + at[None, :], mask=left, other=0.0)
-            b = tl.load(w_at + at[:, None] * w_depth, mask=right, other=0.0)
-            if EXACT:
-                sums += product(a, b, EXACT)
-            else:
-                sums = tl.dot(a, b, sums)
+            a, b = loaded(x_at, w_at, start, depth, w_depth, there[:, None], used[None, :], DEPTH, WHOLE)
+            sums = added(sums, a, b, EXACT)
     if FORMAT != 0 and not GROUPED:
         sums *= tl.load(scales + of_col, mask=used, other=0.0)[None, :]
     if BIAS:

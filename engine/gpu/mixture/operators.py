@@ -21,7 +21,7 @@ import torch
 from engine.gpu.mixture import kernels
 from engine.gpu.operators import capability_of, operator
 from engine.gpu.product_kernels import INTERPRETED
-from engine.gpu.products import FORMATS, Scaled, Tiling, cdiv
+from engine.gpu.products import FORMATS, Scaled, Tiling, cdiv, of_codes
 
 CHUNK = 1024  # pairs that a program of the plan looks at at a time
 TALL = 128  # pairs of a tile, at most
@@ -120,15 +120,11 @@ def _multiplied(
     many = tiles(pairs, count, own.rows)
     launch = own.launch
     del launch["BAND"]
-    scales, zeros, group, groups = flat, flat, 1, 1  # absent tensors are not read
-    if scaled is not None:
-        scales, group, groups = scaled.scales, scaled.group, scaled.scales.shape[-1]
-        zeros = scaled.zeros if scaled.zeros is not None else flat
+    (scales, zeros, group, groups), of_format = of_codes(scaled, flat)
     kernels.experts[(many * cdiv(n, own.columns),)](
         flat, weight, scales, zeros, flat if bias is None else bias, plan, out, pairs, many, n, k, group,
         pairs // len(flat), flat.stride(0), *weight.stride(), groups, 0 if bias is None else bias.stride(0),
-        **launch, WHOLE=k % own.depth == 0, FORMAT=scaled.format if scaled else 0, GROUPED=groups > 1,
-        ZEROS=scaled is not None and scaled.zeros is not None, BIAS=bias is not None,
+        **launch, **of_format, WHOLE=k % own.depth == 0, BIAS=bias is not None,
         EXACT=x.dtype == torch.float32 or INTERPRETED,
     )  # fmt: skip
     return out
