@@ -175,9 +175,12 @@ class Worker:
     async def close(self) -> None:
         """Hook: shuts down the role's own parts."""
 
-    def end_soon(self) -> None:
-        """Stops after the current call (a drain over gRPC) has been answered."""
-        once(self.stop(0.0), name="stop-after-drain", failed=self._end_with)
+    async def drain_and_end(self, grace_s: float) -> tuple[int, int]:
+        """As `drain`, then stops after the caller has been answered. A caller that goes away cancels only its own wait:
+        the worker still ends, when its requests have or after the grace."""
+        drain = asyncio.create_task(self.drain(grace_s), name="drain")
+        drain.add_done_callback(lambda _: once(self.stop(0.0), name="stop-after-drain", failed=self._end_with))
+        return await asyncio.shield(drain)
 
     # ---- requests in progress
 
@@ -365,8 +368,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainResponse:
-        finished, cut = await self._worker.drain(request.grace_seconds)
-        self._worker.end_soon()
+        finished, cut = await self._worker.drain_and_end(request.grace_seconds)
         return worker_pb2.DrainResponse(finished=finished, cut=cut)
 
 

@@ -75,12 +75,12 @@ async def test_load_starts_a_worker_and_its_end_drains_it(registry: Registry) ->
         await registry.beat(ROUTER)
         await registry.beat(replace(DECODE, running=16), announce=True)
         await lives(registry, host, 2)
+        now[0] = 4.0  # before the load ends: an observation at 0 that saw its end would cover the hold time's beginning
         await registry.beat(DECODE, announce=True)
-        now[0] = 4.0
         await verdict(registry, lambda one: "fewer after 5 s" in str(one["why"]))
         assert await registry.wanted() == {"decode": 2}
-        now[0] = 8.0
-        await verdict(registry, lambda one: "8 s ago" in str(one["why"]))
+        now[0] = 8.9
+        await verdict(registry, lambda one: any(ago in str(one["why"]) for ago in ("9 s ago", "5 s ago")))  # 0 or 4
         now[0] = 9.5
         await lives(registry, host, 1)
         assert host.processes["decode-1"].graces == [1.0]

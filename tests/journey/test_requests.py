@@ -13,9 +13,10 @@ import grpc
 import pytest
 
 from services.grpc_server import Channels
+from services.worker import WorkerServicer
 from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
 from tandem.grpc_errors import from_rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
+from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, worker_pb2
 from tests.support import oracle
 from tests.support.faults import Harm, hold_until, slow_down, together
 from tests.support.muxed import decoded
@@ -420,6 +421,27 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
         assert ids == oracle.greedy(tiny, prompts[0], 150)
         assert pieces[-1].receipt.attempts == 1
         assert (await draining).finished == 1
+
+
+async def test_a_drain_ends_its_worker_although_its_caller_went_away(inside: Any, tiny: Path) -> None:
+    """An operator who stops waiting, or a router that dies, does not leave a worker that takes nothing and never ends."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        worker = cluster.workers["decode-0"]
+        hurry = slow_down(worker, 0.05)
+        stream = cluster.client.stream(prompt, max_tokens=60, ignore_eos=True)
+        pieces = [await anext(stream)]
+        context: Any = None  # which Drain does not use
+        call = WorkerServicer(worker).Drain(worker_pb2.DrainRequest(grace_seconds=30.0), context)
+        draining = asyncio.create_task(call)
+        await until(lambda: worker.state == "draining", 5, lambda: worker.state)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        hurry()
+        pieces += [piece async for piece in stream]
+        assert [token for piece in pieces for token in piece.token_ids] == oracle.greedy(tiny, prompt, 60)
+        await asyncio.wait_for(worker.wait(), 10.0)
 
 
 async def test_a_callers_bug_does_not_reach_the_engine(inside: Any, tiny: Path) -> None:

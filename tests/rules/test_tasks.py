@@ -16,6 +16,7 @@ AWAITED = {
         "services/adapter_slots.py",
         "held",
     ),  # every request that waits for the adapter; a slot that failed is loaded again
+    ("services/worker.py", "drain_and_end"),  # its callback: the worker ends, whatever the outcome
     ("services/kv_events.py", "watch"),  # every watcher; one that failed is begun again
     (
         "services/decode/prefill_peers.py",
