@@ -4,7 +4,8 @@
     router              a router                                      routers run on the host of `tandem up`
     prefill, decode     a worker of that pool                         workers run on any host
     GPU                 a worker whose device is cuda, or auto        auto: the workers run on CPUs
-                        where a node offers GPUs: `gpu_share` of one
+                        where a node offers GPUs: `gpu_share` of one;
+                        not where nodes come on demand
 
 Ray on this machine alone offers all of them (cluster/ray_runtime.py). On other machines an administrator says with
 `ray start --resources '{"decode": 1}'` how many workers of a pool a host may get.
@@ -52,7 +53,8 @@ class Placement:
     """That share the cores of all nodes; 0: `host_workers` says how many share those of one."""
     pools_only: bool = False
     """A worker waits for a node that offers its pool, also while there is none: such nodes come on demand, as with
-    KubeRay, and others have nothing for a worker."""
+    KubeRay, and others have nothing for a worker. It takes the GPUs of its node without asking Ray for them: the node
+    has this worker alone, and whether it has GPUs is its pool's affair."""
     either_pool: bool = False
     """Every such node offers both pools once, for one worker, which may serve either: each worker needs both."""
     model: str = ""
@@ -93,7 +95,8 @@ def needs(roles: Collection[str], settings: Settings, nodes: Sequence[Node], pla
     if placement.pools_only and (pools := POOLS & set(roles)):
         offered |= POOLS if placement.either_pool else pools
     at_home = placement.only_home or ("router" in roles and not offered)
-    gpus = settings.gpu_share if POOLS & set(roles) and takes_gpu(settings, nodes) else 0.0
+    any_gpu = POOLS & set(roles) and takes_gpu(settings, nodes) and not placement.pools_only
+    gpus = settings.gpu_share if any_gpu else 0.0
     return Needs({placement.resource(role): 1 for role in sorted(offered)}, gpus, placement.home if at_home else "")
 
 

@@ -19,12 +19,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -39,23 +40,25 @@ from tandem.errors import SettingsError, TandemError, Unavailable
 from tandem.model_settings import model_of
 from tandem.settings import Settings
 
+T = TypeVar("T")
 LAUNCHER = "services.pod_launch"
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
 OF_THIS_POD = {"advertise_host", "ray_address"}
+RETRY_S = 2.0
 LEAVE_S = 5.0  # for a replaced supervisor to release its lease
 EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster serve either pool
 
 
 def main(launcher: str = LAUNCHER) -> int:
-    """Runs until SIGTERM, which ends only this process. Returns 1 if the supervisor has ended or cannot be reached."""
+    """Runs until SIGTERM, which ends only this process. Returns 1 if the supervisor has ended, or if Valkey or Ray's
+    head does not answer within `start_timeout_s`."""
     try:
         settings = tandem_settings.load()
         for name in ("ray_address", "redis", "cluster_token"):
             if getattr(settings, name) is None:
                 raise SettingsError(f"the driver needs {name}", field=name, bound="set")
-        asyncio.run(_want(settings))
-        runtime = Runtime(settings.ray_address, Path(tempfile.gettempdir()))
-        runtime.start()
+        _once_it_answers(lambda: asyncio.run(_want(settings)), settings.start_timeout_s)
+        runtime = _once_it_answers(lambda: _connected(settings), settings.start_timeout_s)
         try:
             supervisor, ended = _supervisor(settings, launcher), SimpleQueue[Future[None] | None]()
             _keep_sizes_equal(settings, ended)
@@ -65,6 +68,31 @@ def main(launcher: str = LAUNCHER) -> int:
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
+
+
+def _once_it_answers(call: Callable[[], T], within_s: float) -> T:
+    """Repeats a call of Valkey or of Ray's head, which start at the same time as this process."""
+    until, said = monotonic() + within_s, ""
+    while True:
+        try:
+            return call()
+        except Unavailable as error:
+            if monotonic() >= until:
+                raise
+            if error.message != said:
+                print(f"waiting: {error.message}", file=sys.stderr, flush=True)
+            said = error.message
+            sleep(RETRY_S)
+
+
+def _connected(settings: Settings) -> Runtime:
+    runtime = Runtime(settings.ray_address, Path(tempfile.gettempdir()))
+    try:
+        runtime.start()
+    except TandemError:
+        runtime.stop()
+        raise
+    return runtime
 
 
 async def _want(settings: Settings) -> None:

@@ -102,3 +102,22 @@ def test_a_supervisor_that_is_replaced_gives_its_lease_back_and_ends(
     monkeypatch.setattr(driver, "ray", ray)
     driver._replace(ray)
     assert ray.calls == ["leave", "kill"]
+
+
+def test_the_driver_waits_for_what_starts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Valkey and Ray's head start at the same time as the driver, so it repeats what they do not answer, up to the time
+    of a start. An error of another kind is not repeated."""
+    answers: list[object] = [Unavailable("no Valkey"), Unavailable("no Valkey"), "connected"]
+
+    def call() -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, TandemError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(driver, "RETRY_S", 0.0)
+    assert driver._once_it_answers(call, 60.0) == "connected"
+    for never, within_s in ((Unavailable("no Valkey"), 0.0), (PreconditionFailed("no GPU"), 60.0)):
+        answers[:] = [never, "connected"]
+        with pytest.raises(type(never)):
+            driver._once_it_answers(call, within_s)

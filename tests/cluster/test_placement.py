@@ -58,6 +58,16 @@ def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None
         assert needs({"prefill"}, settings(), nodes, HOME).resources == {}  # the control
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_node_that_comes_on_demand_gives_its_gpus_unasked(device: str) -> None:
+    """One pool may have GPUs and the other none, or they may be claims that Ray does not count: a worker that asked for
+    its pool and a GPU would then wait for ever. In the control, on nodes that stay, it asks."""
+    nodes = [A, offering(B, prefill=1, GPU=1), offering(B, decode=1)]
+    for on_demand, gpus in ((True, 0.0), (False, 1.0)):
+        wanted = needs({"decode"}, settings(device=device), nodes, Placement("", pools_only=on_demand))
+        assert (wanted.resources, wanted.gpus) == ({"decode": 1}, gpus)
+
+
 def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
     """A worker takes what the pod offers of both pools, so no second one is placed there, and it may change its pool.
     In the control, with its own pool alone, a worker of the other pool would fit as well."""

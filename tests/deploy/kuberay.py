@@ -37,6 +37,7 @@ def templates(cluster: Document, gcs: int, raylet: int) -> dict[str, Document]:
         if name == "head" and "gcsFaultToleranceOptions" in spec:
             flags["redis-password"] = "$(REDIS_PASSWORD)"
             container["env"] += _fault_tolerance(spec["gcsFaultToleranceOptions"])
+        template["spec"]["restartPolicy"] = "Never"  # with the autoscaler v2
         words = [f"--{key}" if value == "true" else f"--{key}={value}" for key, value in flags.items()]
         container["command"] = ["ray", "start", *(["--head"] if name == "head" else []), *words]
         for port in container["ports"]:

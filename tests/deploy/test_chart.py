@@ -397,8 +397,18 @@ def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
         assert (component == "router") == ("sleep" in hook)
         assert (component != "router" and name == "ray") == ("exec" in hook)
         if "exec" in hook:
-            driver = templates[f"{NAME}-tandem-head"]["spec"]["containers"][1]
+            (driver,) = templates[f"{NAME}-tandem-head"]["spec"]["initContainers"]
             assert {"name": "TANDEM_DRAIN_GRACE_S", "value": env["TANDEM_DRAIN_GRACE_S"]} in driver["env"]
+
+
+def test_a_driver_that_ends_is_started_again() -> None:
+    """With its autoscaler v2, KubeRay gives the head's pod `restartPolicy: Never` and does not look at containers other
+    than Ray's. A sidecar has a policy of its own; a driver that ended for good would leave pools that nobody scales."""
+    (cluster,) = (one for one in render(example("ray")) if one["kind"] == "RayCluster")
+    assert cluster["spec"]["autoscalerOptions"]["version"] == "v2"
+    spec = groups(cluster)["head"]["spec"]
+    assert [one["name"] for one in spec["containers"]] == ["head"]
+    assert [(one["name"], one["restartPolicy"]) for one in spec["initContainers"]] == [("driver", "Always")]
 
 
 # ---- security

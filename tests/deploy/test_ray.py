@@ -91,7 +91,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def node(start: Start, *about: str, **more: Any) -> Pod:
-    """A pod whose raylet is a node of the cluster. If it ends during the start, it is started again, as kubelet does:
+    """A pod whose raylet is a node of the cluster. If it ends during the start, there is another one, as of KubeRay:
     Ray gives the agents of a raylet 15 s to start (ray-project/ray, issue 65983), of which they need 8 s on a Zen 3
     next to one worker."""
     for _ in range(STARTS):
@@ -185,10 +185,11 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
 
     Finally an upgrade lets pods serve either pool: a worker in such a pod changes its pool in its process, and one in
     an older pod does not."""
+    driver = start("head", container="driver")  # a sidecar: before Valkey and Ray
+    driver.process.wait_for("waiting")
     start("valkey").wait_ready()
     head = node(start, "head", container="head")
     head.wait_ready()
-    driver = start("head", container="driver")
     nodes = {}
     for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
         nodes[pool] = node(start, pool)

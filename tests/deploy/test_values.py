@@ -342,7 +342,7 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
                 size["spec"]["selector"]["matchLabels"].items() <= groups(cluster)[pool]["metadata"]["labels"].items()
             )
         driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]
-        env = {one["name"]: one.get("value") for one in driver["containers"][1]["env"]}
+        env = {one["name"]: one.get("value") for one in driver["initContainers"][0]["env"]}
         (role,) = (one for one in documents if one["kind"] == "Role")
         (binding,) = (one for one in documents if one["kind"] == "RoleBinding")
         assert role["rules"][0]["resourceNames"] == [f"{env[PREFIX]}-{pool}" for pool in ("prefill", "decode")]
@@ -365,7 +365,7 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         for pool, other in (("prefill", "decode"), ("decode", "prefill")):
             offered = types[pool]["resources"]
             assert (offered.get(pool), offered.get(other), offered.get("GPU")) == (1, 1 if switches else None, 1)
-        driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][1]["env"]
+        driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]["initContainers"][0]["env"]
         assert (EITHER_POOL in {one["name"] for one in driver}) == switches
 
 

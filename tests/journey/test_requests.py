@@ -424,7 +424,7 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
 
 
 async def test_a_drain_ends_its_worker_although_its_caller_went_away(inside: Any, tiny: Path) -> None:
-    """An operator who stops waiting, or a router that dies, does not leave a worker that takes nothing and never ends."""
+    """An operator who stops waiting, or a router that dies, leaves no worker that takes nothing and never ends."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         worker = cluster.workers["decode-0"]
