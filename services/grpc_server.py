@@ -15,11 +15,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
-from services.cluster_credentials import CLUSTER_NAME, Showing
+from services.cluster_credentials import CLUSTER_NAME, ClusterChannel
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
 from tandem.rpc.addresses import host_port
-from tandem.tasks import end, once
+from tandem.tasks import once
 
 KEEPALIVE_MS = 800  # between pings
 PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 2.8 s
@@ -129,13 +129,13 @@ class Channels:
     def __init__(self, token: SecretStr | None = None, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._token = token
         self._credentials = credentials
-        self._channels: dict[str, Any] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._channels: dict[str, ClusterChannel] = {}
+        self._leaving: dict[asyncio.Task[None], ClusterChannel] = {}  # that close once their calls have ended
 
     def to(self, address: str) -> Any:
         if address not in self._channels:
-            channel = self._open(address)
-            self._channels[address] = Showing(channel, self._token.get_secret_value()) if self._token else channel
+            token = self._token.get_secret_value() if self._token else None
+            self._channels[address] = ClusterChannel(self._open(address), token)
         return self._channels[address]
 
     def _open(self, address: str) -> grpc.aio.Channel:
@@ -152,13 +152,15 @@ class Channels:
         """
         for address in list(self._channels):
             if address not in addresses:
-                task = once(self._channels.pop(address).close(CHANNEL_CLOSE_GRACE_S), name=f"leave {address}")
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+                channel = self._channels.pop(address)
+                task = once(channel.close(CHANNEL_CLOSE_GRACE_S), name=f"leave {address}")
+                self._leaving[task] = channel
+                task.add_done_callback(lambda task: self._leaving.pop(task, None))
 
     async def close(self) -> None:
         """Ends all calls and channels."""
-        for task in list(self._leaving):
-            await end(task)
+        for task, channel in list(self._leaving.items()):
+            channel.cancel_calls()
+            await asyncio.wait({task})
         for address in list(self._channels):
             await self._channels.pop(address).close()

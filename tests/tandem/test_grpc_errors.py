@@ -54,7 +54,8 @@ class Writing(health_pb2_grpc.HealthServicer):
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[grpc.aio.Server, str]]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    patient = [("grpc.http2.max_ping_strikes", 0)]  # as ours: it does not close a connection for its keepalives
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=patient)
     health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -160,7 +161,7 @@ async def test_calls_outlive_the_registry_entry(server: tuple[grpc.aio.Server, s
     assert not task.done()
     await channels.close()
     with pytest.raises(WorkerLost):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 2)
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x02\xc3\x28", b"\x0a\x7fcut"])
