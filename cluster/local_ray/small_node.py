@@ -38,7 +38,7 @@ def small_node() -> Iterator[None]:
     class SmallNode(ray._private.node.Node):
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
             ray_params.update_if_absent(node_ip_address="127.0.0.1")
-            ray_params.update_if_absent(setup_worker_path=str(HERE / "setup_worker.py"))
+            ray_params.update_if_absent(setup_worker_path=str(HERE / "bound_worker.py"))
             ray_params.no_monitor = True
             ray_params.include_log_monitor = False
             super().__init__(ray_params, *args, **kwargs)

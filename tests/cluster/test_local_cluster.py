@@ -30,7 +30,7 @@ from tests.cluster.fake import LAUNCHER
 from tests.support.processes import below, named
 from tests.support.waiting import wait_until
 
-SETUP_WORKER = Path(local_cluster.__file__).parent / "local_ray/setup_worker.py"
+BOUND_WORKER = Path(local_cluster.__file__).parent / "local_ray/bound_worker.py"
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -139,7 +139,7 @@ def test_of_ray_only_gcs_and_raylet_run(cluster: LocalCluster) -> None:
     assert len(idle) == 2
     assert not [words for words in found if words and words[0].endswith("Agent")]
     (raylet,) = [words for words in found if words and words[0].endswith("/raylet")]
-    assert any(word.startswith("--python_worker_command=") and str(SETUP_WORKER) in word for word in raylet)
+    assert any(word.startswith("--python_worker_command=") and str(BOUND_WORKER) in word for word in raylet)
 
 
 def test_a_worker_of_our_ray_is_what_ray_asks_for_or_nothing(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_worker_of_our_ray_is_what_ray_asks_for_or_nothing(tmp_path: Path) -> 
     prepare an environment it does not start."""
     script = tmp_path / "worker.py"
     script.write_text("import os, sys; print(os.getpid(), sys.argv[1:])")
-    asked = [sys.executable, str(SETUP_WORKER), str(script), "--node=a b", "--language=PYTHON"]
+    asked = [sys.executable, str(BOUND_WORKER), str(script), "--node=a b", "--language=PYTHON"]
     context = "--serialized-runtime-env-context="
     with subprocess.Popen([*asked, f"{context}{{}}"], stdout=subprocess.PIPE, text=True) as started:
         assert started.communicate(timeout=30)[0] == f"{started.pid} ['--node=a b']\n"
