@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, I
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import monotonic
 
 from kvtransfer.pair_choice import Choice, choose
 from kvtransfer.transport import STALL_S, Dial, Pair, Transport, measure_link
@@ -22,7 +23,7 @@ from tandem.errors import IncompatibleLayout, TandemError, TransferFailed, Worke
 
 log = logging.getLogger(__name__)
 
-FAILURES = 2  # in a row, after which the pair uses another transport
+FAILURES = 2  # in a row, after which the pair uses another transport; attempts that fail at the same time are one
 
 
 @dataclass
@@ -34,12 +35,15 @@ class _Pair:
     connected: set[str] = field(default_factory=set)
     measured: dict[str, float] = field(default_factory=dict)
     failures: int = 0
+    failed_at: float = 0.0  # monotonic, of the last one
 
     def choice(self) -> Choice:
         return choose(self.kinds, self.measured)
 
-    def failed(self, kind: str) -> None:
-        self.failures += 1
+    def failed(self, kind: str, began: float) -> None:
+        if began < self.failed_at:  # by what failed the other attempt, too: a part of a prompt, or another prompt
+            return
+        self.failures, self.failed_at = self.failures + 1, monotonic()
         if self.failures >= FAILURES and len(self.kinds) > 1:
             self.failures = 0
             self.measured[kind] = 0.0
@@ -102,10 +106,11 @@ class AutoTransport:
         kind = pair.choice().kind
         if kind not in pair.connected:  # the choice has changed since the pair connected
             await self._connect(pair, kind, STALL_S)
+        began = monotonic()
         try:
             stats = await self._transports[kind].read(_as(peer, kind), pairs, stall, failing)
         except TransferFailed:
-            pair.failed(kind)
+            pair.failed(kind, began)
             raise
         if pairs:
             pair.failures = 0
@@ -152,10 +157,11 @@ class AutoTransport:
             transport.forget(_as(peer, kind))
 
     async def _connect(self, pair: _Pair, kind: str, timeout: float) -> None:
+        began = monotonic()
         try:
             await self._transports[kind].connect(_as(pair.peer, kind), timeout)
         except TransferFailed:
-            pair.failed(kind)
+            pair.failed(kind, began)
             raise
         pair.connected.add(kind)
 

@@ -70,9 +70,18 @@ class Peer:
     also: tuple[str, ...] = ()  # further transports over the same region, which need no metadata
 
 
+AGENT_NAME_CHARS = 31
+"""Of an agent's name that UCX prints (UCX_WORKER_NAME_MAX); kvtransfer/backends/ucx_log.py tells agents apart by it."""
+
+
 def agent_name(worker_id: str, incarnation: str) -> str:
-    """It differs after a restart, because NIXL refuses new metadata under a known name."""
-    return f"{worker_id}@{incarnation}"
+    """It differs after a restart, because NIXL refuses new metadata under a known name. Agents of one worker differ in
+    the characters that UCX prints, however long the worker's id is."""
+    name = f"{worker_id}@{incarnation}"
+    if len(name) <= AGENT_NAME_CHARS:
+        return name
+    digest = xxhash.xxh3_64_hexdigest(name.encode())[:10]
+    return f"{name[: AGENT_NAME_CHARS - 11]}~{digest}"
 
 
 @dataclass(frozen=True)

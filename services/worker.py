@@ -109,8 +109,7 @@ class Worker:
         await asyncio.shield(self._ended)
 
     async def drain(self, grace_s: float) -> tuple[int, int]:
-        """Refuses new requests and waits `grace_s` seconds for running ones. Returns the numbers of finished and of
-        unfinished requests."""
+        """Refuses new requests and waits for running ones. Returns how many finished, and how many have not."""
         self.state = State.DRAINING
         self._heartbeat.changed()
         await self.grpc.stop_accepting()
@@ -176,8 +175,7 @@ class Worker:
         """Hook: shuts down the role's own parts."""
 
     async def drain_and_end(self, grace_s: float) -> tuple[int, int]:
-        """As `drain`, then stops after the caller has been answered. A caller that goes away cancels only its own wait:
-        the worker still ends, when its requests have or after the grace."""
+        """As `drain`, then stops once the caller has been answered; also if the caller goes away meanwhile."""
         drain = asyncio.create_task(self.drain(grace_s), name="drain")
         drain.add_done_callback(lambda _: once(self.stop(0.0), name="stop-after-drain", failed=self._end_with))
         return await asyncio.shield(drain)

@@ -47,7 +47,6 @@ _LANES = re.compile(r"ep (0x\w+): am_lane ")
 _LANE = re.compile(r"ep (0x\w+): (lane\[\d+\]: .*)")
 _PATH = re.compile(r"\b([a-z]\w*)/([\w:.-]+)")  # transport and device
 _HOST = "memory"  # what UCX calls the device of transports within one host
-_NAME_MAX = 31  # characters of a worker's name that UCX prints (UCX_WORKER_NAME_MAX)
 _TROUBLE = re.compile(r"UCX\s+(WARN|ERROR|FATAL)\s+(.*)")
 
 # Read at most this much of the log at once; UCX in a loop of errors must not fill our memory.
@@ -134,9 +133,10 @@ class UcxLog:
         with self._lock:
             self._consume()
             self._end_lanes()
-            known = self._agents.get(agent[:_NAME_MAX], _Agent())
+            known = self._agents.get(agent, _Agent())
             # Without lanes (if the debug level cannot be set) the answer is known if all tables agree.
-            cfgs = known.by_lanes.get(self._lanes_of.get(endpoint, ()), known.tables.keys())
+            lanes = self._lanes_of.get(endpoint, ())
+            cfgs = known.by_lanes.get(lanes, set()) if lanes else known.tables.keys()
             names = {_pick(table, block_bytes, column) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
 
@@ -150,7 +150,7 @@ class UcxLog:
         """Forgets an agent that was closed."""
         with self._lock:
             self._consume()
-            self._agents.pop(agent[:_NAME_MAX], None)
+            self._agents.pop(agent, None)
 
     def _consume(self) -> None:
         if self._fd is None:

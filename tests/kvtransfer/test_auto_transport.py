@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,12 +51,15 @@ class Known:
         self.works, self.reads, self.closed = True, 0, False
         self.broken = self.dial = self.on_broken = self.under_way = None
         self.forgotten: list[str] = []
+        self.go: asyncio.Event | None = None  # until when its reads wait
 
     async def connect(self, peer: Any, timeout: float) -> None:
         assert peer.transport == self.kind
 
     async def read(self, peer: Any, pairs: Any, stall: float, failing: Any = None) -> ReadStats:
         self.reads += 1
+        if self.go:
+            await self.go.wait()
         if not self.works:
             raise TransferFailed(f"{self.kind} is silent")
         return ReadStats(1, 1.0, self.kind)
@@ -107,6 +111,24 @@ async def test_a_transport_that_fails_twice_gives_way_and_a_read_never_changes_i
         with pytest.raises(TransferFailed, match="nccl is silent"):
             await auto.read(peer(), [(0, 0)], 1.0)
         assert auto.link(peer()) == used
+
+
+async def test_reads_that_fail_together_are_one_failure(two: Any) -> None:
+    """A source that stands still fails all reads that are under way; the pair keeps its transport. In the control, the
+    second fails after the first, which is another failure."""
+    auto, nixl, _ = two
+    await auto.connect(peer(), 1.0)
+    nixl.works, nixl.go = False, asyncio.Event()
+    reads = [asyncio.create_task(auto.read(peer(), [(0, 0)], 1.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    nixl.go.set()
+    for read in reads:
+        with pytest.raises(TransferFailed):
+            await read
+    assert auto.link(peer()) == "nixl"
+    with pytest.raises(TransferFailed):
+        await auto.read(peer(), [(0, 0)], 1.0)
+    assert auto.link(peer()) == "nccl"
 
 
 async def test_a_comparison_gives_every_transport_another_chance(two: Any) -> None:

@@ -214,6 +214,47 @@ async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
     assert (pair.sink.array == 7).all()
 
 
+async def test_a_read_that_is_cancelled_twice_leaves_no_later_batch(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second cancellation ends the wait for the batch that is being written; those behind it were given up before."""
+    began, go = threading.Event(), threading.Event()
+    scatter = nccl.Pages.scatter
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        go.wait(10)
+        scatter(*arguments)
+
+    monkeypatch.setattr(nccl.Pages, "scatter", slow)
+    monkeypatch.setattr(nccl, "batches", lambda pairs, size: [[one] for one in pairs])
+    await pair.connect()
+    reading = asyncio.create_task(pair.read())
+    assert await asyncio.to_thread(began.wait, 10)
+    for _ in range(2):
+        reading.cancel()
+        await asyncio.wait([reading], timeout=0.05)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    pair.sink.array[:] = 7
+    monkeypatch.setattr(nccl.Pages, "scatter", scatter)
+    await pair.read([(0, 0)])  # the link's thread has passed all batches of the first read
+    assert (pair.sink.array[1:] == 7).all()
+
+
+async def test_a_batch_that_cannot_be_written_fails_its_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be out of memory at that moment. The link ends, and the read does not wait for it."""
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    await pair.connect()
+    monkeypatch.setattr(nccl.Pages, "scatter", failing)
+    with pytest.raises(TransferFailed, match="out of memory"):
+        await asyncio.wait_for(pair.read(), 5)
+
+
 # ---- sources that do not answer
 
 

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from kvtransfer.backends.ucx_log import UcxLog
+from kvtransfer.types import agent_name
 
 STAMP = "[1795231426.745072] [host:3604 :0]   "
 
@@ -74,6 +75,23 @@ def test_peers_that_connect_at_once_are_told_apart(log):
     write(log, TCP + CMA)
     names = [log.transport("w@1", name, 4096) for name in ("0x1", "0x2", "0x3", "0x4")]
     assert names == ["cma", "tcp", "cma", None]
+
+
+def test_lanes_of_no_configuration_that_was_seen_are_not_guessed(log):
+    """An endpoint over TCP is not taken for the only configuration whose table was printed: reads that failed over TCP
+    may still arrive."""
+    write(log, endpoint("0x1", "cma/memory", 1) + CMA + endpoint("0x2", "tcp/lo"))
+    assert log.transport("w@1", "0x1", 4096) == "cma"
+    assert log.transport("w@1", "0x2", 4096) is None
+
+
+def test_agents_of_one_worker_differ_in_what_ucx_prints():
+    """The id of a pod is longer than what UCX prints of a name, and a worker has an agent for each layout of KV that
+    arrives: with one name their tables would be mixed. A short name stays as it is."""
+    pod = "tandem-decode-7d9f6c5b8-x2x4z"
+    names = [agent_name(pod, life) for life in ("0123456789abcdef", "0123456789abcdef-aaaaaaaa", "fedcba9876543210")]
+    assert len({name[:31] for name in names}) == 3
+    assert agent_name("decode-0", "0123456789abcdef") == "decode-0@0123456789abcdef"
 
 
 def test_wire_up_may_configure_an_endpoint_anew(log):

@@ -279,7 +279,11 @@ class SinkLink(PairLink):
         landed = False
         with self._touching:
             if self.error is None and batch.claim():
-                self._pages.scatter(staging, batch.local)
+                try:
+                    self._pages.scatter(staging, batch.local)
+                except BaseException as error:  # of the device; nobody else ends a batch that is claimed
+                    batch.done.set_exception(TransferFailed(f"a batch could not be written: {_first_line(error)}"))
+                    raise
                 landed = True
         self._ended(batch)
         if landed:

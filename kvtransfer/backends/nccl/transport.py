@@ -127,9 +127,9 @@ class NcclTransport:
                 await asyncio.wrap_future(flying[0].done)
                 flying.popleft()
         finally:
-            for batch in flying:
-                if not batch.give_up():
-                    await settle(asyncio.wrap_future(batch.done), f"a read from {peer.agent_name}")
+            writing = [batch for batch in flying if not batch.give_up()]  # first all: the wait may be cancelled
+            for batch in writing:
+                await settle(asyncio.wrap_future(batch.done), f"a read from {peer.agent_name}")
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
     def device(self, peer: Peer) -> str:
