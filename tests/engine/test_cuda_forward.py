@@ -24,10 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine.attention import mla
+from engine import run_ahead
+from engine.attention import forward_context, mla
 from engine.attention.forward_context import Batch, Step
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.decoding import sampler
+from engine.decoding import new_tokens, sampler
+from engine.engine import Engine
 from engine.gpu import layers, products, sampling, sampling_kernel
 from engine.gpu.attention import paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
@@ -222,6 +225,76 @@ def test_tokens_are_chosen_with_one_wait(pretended: dict[str, Launch], lists: li
     assert lists == [torch.Size([rows])]
     assert not waits.seen
     assert pretended["choose_tokens"].launched == 1
+
+
+@pytest.fixture
+def driverless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the waits of a step, which need a driver, and without inference mode, in which no tensor is pretended."""
+    monkeypatch.setattr(new_tokens, "choose", sampler.choose.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(run_ahead.RunAhead, "_queue", run_ahead.RunAhead._queue.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(forward_context, "done_behind", lambda device: lambda: None)
+    monkeypatch.setattr(run_ahead, "done_behind", lambda device: lambda: None)
+
+
+@pytest.mark.parametrize("problem", [None, "chooses other tokens"], ids=["it serves", "its trial failed"])
+def test_an_engine_chooses_by_the_kernel_where_its_trial_went_well(
+    problem: str | None,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pretended: dict[str, Launch],
+    lists: list[torch.Size],
+    driverless: None,
+) -> None:
+    """Steps that are waited for, as a prompt's with log probabilities, and steps that are queued. Control: a kernel
+    that chooses other tokens is not launched."""
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: problem)
+    monkeypatch.setattr(sampler, "_sample", lambda logits, *_: logits.argmax(-1))
+    built = queued_engine(checkpoint)
+    waited = Sampling(temperature=1.0, top_p=0.9, logit_bias=((3, 1.5),))
+    launches = []
+    for name, how in (("waited", waited), ("queued", Sampling(temperature=1.0, top_p=0.9))):
+        built.add(Sequence(name, [5, 6, 7], 3, 5, frozenset(), how))
+        built.step()  # the prompt
+        before = built.ahead._launched
+        built.step()
+        assert (built.ahead._launched > before) == (name == "queued")
+        built.drop(name)
+        launches.append(pretended["choose_tokens"].launched)
+    assert (launches[0] >= 2 and launches[1] >= launches[0] + 2) if problem is None else launches == [0, 0]
+
+
+def queued_engine(checkpoint: Callable[[str], Path]) -> Engine:
+    """Of a small model on the device, which queues its steps."""
+    with unset_fake_temporarily():
+        facts = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU).facts
+    config = EngineConfig(num_blocks=BLOCKS * 4, block_size=BLOCK_SIZE, token_budget=64, max_running=4)
+    built = Engine(pretend("llama", facts), config)
+    assert built.ahead.on
+    return built
+
+
+def test_a_sampled_step_is_queued_without_a_wait(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pretended: dict[str, Launch],
+    lists: list[torch.Size],
+    driverless: None,
+) -> None:
+    """Whatever the requests sample by: the step in front of it still computes. Control: plain PyTorch reads a number
+    back for top-p."""
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: None)
+    monkeypatch.setattr(run_ahead, "Tokens", lambda chosen: chosen)  # its copy has an event, which needs a driver
+    built, rows = queued_engine(checkpoint), len(sampling.TRIED)
+    batch = batch_of([(9, 1)] * rows)
+    with Waits() as waits:
+        chosen: Any = built.ahead._queue(batch, sampling.TRIED, None)
+    assert chosen.device == GPU
+    assert not waits.seen
+    assert not lists
+    assert pretended["choose_tokens"].launched == 1
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: "fails")
+    with pytest.raises(DataDependentOutputException):
+        built.ahead._queue(batch, sampling.TRIED, None)
 
 
 def test_what_changes_logits_is_put_in_the_queue(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
