@@ -40,6 +40,7 @@ from engine.kernels import experts as experts_of
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
+from engine.loading.gptq_awq_fp8 import Product
 from engine.loading.model_loader import load_model
 from engine.runner import recurrences
 from engine.runner.mixers import Mixers
@@ -57,6 +58,7 @@ SHAPES = [  # query heads, KV heads, elements of a head
 ]
 PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
 CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group
+ORDERED = [("int8", 128), ("int4", 128)]  # likewise, of GPTQ with desc_act
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 IN_16_BITS = ("qwen3-next", "nemotron-h")  # both kinds of recurrence, with experts
 STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
@@ -197,6 +199,23 @@ def codes(device: torch.device, format: str, group: int) -> str:
     return "equal within roundings, and a row to itself"
 
 
+def ordered(device: torch.device, format: str, group: int, sizes: tuple[int, int] = (512, 4096)) -> str:
+    """A product of GPTQ with desc_act, whose columns are not beside those of their group, as it is loaded."""
+    from engine.gpu import codes  # as above
+
+    (n, k), generator = sizes, torch.Generator().manual_seed(0)
+    units = torch.randint(-8, 8, (n, k), generator=generator).float() * {"int8": 16, "int4": 1}[format]
+    scales = torch.rand(n, k // group, generator=generator) + 0.1
+    of = torch.arange(k)[torch.randperm(k, generator=generator)] // group
+    loaded = Product("", lambda rows, columns: units[rows, columns], None, scales, of, group).codes(
+        codes.packer(device)
+    )
+    if not isinstance(loaded, codes.RowCodes) or (loaded.format, loaded.order is None) != (format, False):
+        return f"wrong: loaded as {type(loaded).__name__}"
+    wrong = codes.differs(loaded, (units * scales[:, of]).to(device))
+    return _line("other products" if wrong else None, "equal within roundings, and a row to itself")
+
+
 def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> str:
     """Loads, checks itself, captures."""
     lines: list[str] = []
@@ -268,6 +287,11 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
             yield f"product {n} x {k}, {dtype}", partial(product, device, n, k, dtype)
     for format, group in CODES:
         yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
+    for format, group in ORDERED:
+        yield (
+            f"product over {format} in groups of {group}, columns in another order",
+            partial(ordered, device, format, group),
+        )
     for name, config in WHOLE.items():
         for dtype in (torch.bfloat16, torch.float32):
             yield f"experts {name}, {dtype}", partial(experts, device, config, dtype)

@@ -31,10 +31,11 @@ from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding import new_tokens, sampler
 from engine.engine import Engine
-from engine.gpu import layers, products, sampling, sampling_kernel
+from engine.gpu import codes, layers, products, sampling, sampling_kernel
 from engine.gpu.attention import paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import modules
+from engine.loading import gptq_awq_fp8
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
@@ -202,6 +203,30 @@ def test_quantised_pages_are_written_and_read_without_a_wait(
         with Waits() as waits:
             runner.forward(pages, batch_of(STEPS["both"]))
         assert not waits.seen, name
+
+
+def test_columns_in_another_order_are_multiplied_on_the_device(
+    pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of GPTQ with desc_act: their order is where the codes are, as the weight is read back and as it serves."""
+    n, k, group = 40, 128, 32
+    found = gptq_awq_fp8.Coded(
+        torch.empty(n, k, dtype=torch.int16), torch.empty(n, k // group), group, "int4",
+        torch.empty(k, dtype=torch.int64), torch.empty(k // group, dtype=torch.int64),
+    )  # fmt: skip
+    monkeypatch.setattr(gptq_awq_fp8.Product, "coded", lambda product: found)
+    monkeypatch.setattr(gptq_awq_fp8.Product, "weight", lambda product: torch.empty(n, k))
+    monkeypatch.setattr(torch, "equal", lambda one, other: one.dim() == 2)  # a weight read back; the order is another
+    monkeypatch.setattr(codes, "differs", lambda *_: False)
+    product = gptq_awq_fp8.Product("", lambda *_: torch.empty(n, k), None, found.scales, found.order, group)
+    own = product.codes(codes.packer(GPU))
+    assert own is not None
+    assert own.order is not None
+    with Waits() as waits:
+        out = own.multiply(torch.empty(3, k, dtype=torch.bfloat16, device=GPU), None)
+    assert out.device == GPU
+    assert not waits.seen
+    assert pretended["linear"].launched == 1
 
 
 @pytest.fixture

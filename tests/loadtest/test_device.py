@@ -114,6 +114,19 @@ def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPat
     assert device_kernels.experts(CPU, MIXTURE, torch.float32).startswith("wrong: mixtures by torch")
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_codes_whose_columns_are_in_another_order_are_checked(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint of GPTQ loads them. Control: the input in the order of the weight."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu import codes
+
+    right = "equal within roundings, and a row to itself"
+    assert device_kernels.ordered(CPU, format, 32, (40, 128)) == right
+    multiply = codes.RowCodes.multiply
+    monkeypatch.setattr(codes.RowCodes, "multiply", lambda own, x, bias: multiply(replace(own, order=None), x, bias))
+    assert device_kernels.ordered(CPU, format, 32, (40, 128)) == "wrong: other products"
+
+
 def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a token, for a few and for a prompt."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
@@ -174,7 +187,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 4
-    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * (2 + 6)
+    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(
