@@ -35,12 +35,15 @@ from engine.gpu import codes, layers, products, sampling, sampling_kernel
 from engine.gpu.attention import paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import modules
+from engine.kv.kv_cache import KvCache
+from engine.kv.kv_converter import KvConverter
 from engine.loading import gptq_awq_fp8
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
 from tandem.sampling import Sampling
 from tests.engine.conftest import two_layers
+from tests.engine.test_kv_converter import layout
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is for CPU")
 
@@ -56,7 +59,7 @@ STEPS = {  # (done, new) of each sequence
 
 class Waits(TorchDispatchMode):
     """Notes copies between device and host for which the host waits: all to the host, and to the device those that are
-    not put in the queue."""
+    not put in the queue, such as indices of the host into a tensor of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +73,10 @@ class Waits(TorchDispatchMode):
         copies = isinstance(into, torch.Tensor) and isinstance(source, torch.Tensor) and into.device != source.device
         if copies and (into.device.type == "cpu" or not given.get("non_blocking")):
             self.seen.append(f"{operator} from {source.device} to {into.device}")
+        listed = given.get("indices")  # of `tensor[...]`; an embedding's are one tensor
+        indices = [one for one in listed if isinstance(one, torch.Tensor)] if isinstance(listed, list | tuple) else []
+        if indices and given["self"].device.type != "cpu" and any(one.device.type == "cpu" for one in indices):
+            self.seen.append(f"{operator} of {given['self'].device} by indices of the host")
         return out
 
 
@@ -227,6 +234,20 @@ def test_columns_in_another_order_are_multiplied_on_the_device(
     assert out.device == GPU
     assert not waits.seen
     assert pretended["linear"].launched == 1
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(torch.int8, torch.int8), (torch.bfloat16, torch.int8)], ids=str)
+def test_kv_is_converted_with_one_wait(theirs: torch.dtype, ours: torch.dtype, pretended: dict[str, Launch]) -> None:
+    """For the places, whatever the number of attention calls. Control: indices of the host wait each time."""
+    source, target = layout(8, theirs), layout(16, ours)
+    converter = KvConverter(source, 4, KvCache(target, 4, GPU))
+    with Waits() as waits:
+        converter.convert([(0, 0), (3, 1), (2, 2)], [1, 0], range(3, 24))
+    assert len(waits.seen) == 1, waits.seen
+    view = converter.staging.k[0]
+    with Waits() as waits:
+        view[torch.tensor([0, 1])] = view[torch.tensor([1, 2])]
+    assert len(waits.seen) == 2
 
 
 @pytest.fixture
