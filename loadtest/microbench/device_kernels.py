@@ -64,6 +64,18 @@ IN_16_BITS = ("qwen3-next", "nemotron-h")  # both kinds of recurrence, with expe
 STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
 LATENT = [(16, 512, 64), (128, 512, 64), (40, 256, 32)]  # heads, elements of a latent, and of a rotated key
 EXPANDED = Expanded(128, 128)
+# Mamba-2 whose time steps have no limits, which transformers would apply to chunks alone.
+UNCLAMPED: dict[str, dict[str, Any]] = {
+    "Mamba-2 without limits, heads of 64, state of 128": {
+        **{**REST, "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_local_experts": 2},
+        **{"shared_intermediate_size": 16, "hidden_size": 2048, "mamba_n_heads": 64, "mamba_d_head": 64},
+        **{"mamba_d_state": 128, "mamba_n_groups": 1},
+    },
+    "Mamba-2 without limits, heads of 64, state of 256": {
+        **{**REST, "model_type": "falcon_h1", "num_hidden_layers": 1, "hidden_size": 2048, "mamba_d_ssm": 4096},
+        **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1},
+    },
+}
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -270,8 +282,14 @@ def recurrence(device: torch.device, config: dict[str, Any]) -> str:
     with recurrences.slow_lines_held():
         mixers = state_probe.learn(model, recurrences.available(device))
     assert mixers is not None
-    bits = "the same bits" if mixers.exact else "not the same bits"
-    return f"{_by_operators(mixers, device)}; {bits} in any step, with products by {line}"
+    return f"{_by_operators(mixers, device)}; {_bits(mixers)}, with products by {line}"
+
+
+def _bits(mixers: Mixers) -> str:
+    """What the kernels do, apart from what transformers does with the time steps of Mamba-2."""
+    if not all(mixer.same_bits for mixer in mixers.each):
+        return "not the same bits in any step"
+    return f"the same bits in any step{'' if mixers.exact else '; transformers clamps time steps of chunks alone'}"
 
 
 def _by_operators(mixers: Mixers, device: torch.device) -> str:
@@ -309,7 +327,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
                 more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
                 name = f"attention {_shape(fact)}, {fact.reach}{more}"
                 yield name, partial(attention, device, fact, dtype, kept)
-    for name, config in LAYERS.items():
+    for name, config in (LAYERS | UNCLAMPED).items():
         yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)
