@@ -61,7 +61,7 @@ CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128
 ORDERED = [("int8", 128), ("int4", 128)]  # likewise, of GPTQ with desc_act
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 IN_16_BITS = ("qwen3-next", "nemotron-h")  # both kinds of recurrence, with experts
-STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
+STREAMS = ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")  # families whose captured steps are compared over many tokens
 LATENT = [(16, 512, 64), (128, 512, 64), (40, 256, 32)]  # heads, elements of a latent, and of a rotated key
 EXPANDED = Expanded(128, 128)
 # Mamba-2 whose time steps have no limits, which transformers would apply to chunks alone.
@@ -242,8 +242,10 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
         return f"wrong: {'; '.join(refused)}"
     if model.mixers:
         chosen.append(_by_operators(model.mixers, device))
+    captured = engine.capture()
+    chosen.append(f"{'' if captured.startswith('captured') else 'wrong: '}decode steps {captured}")
     wrong = next((line for line in chosen if line.startswith("wrong")), None)
-    return wrong or "; ".join([*chosen, f"decode steps {engine.capture()}"])
+    return wrong or "; ".join(chosen)
 
 
 def streams(device: torch.device, name: str) -> str:

@@ -89,6 +89,7 @@ def test_without_a_gpu_no_kernel_is_checked(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.strip() == device_kernels.NO_CUDA
 
 
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch captures no steps on a CPU")
 def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     """By the interpreter here: one kernel of the list, and a family."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
@@ -98,6 +99,18 @@ def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture
     assert "digests: equal to numpy's" in out
     assert "family llama4-text: decode steps" in out
     assert out.count("0 wrong") == 2
+
+
+def test_a_family_whose_steps_are_not_captured_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every family's are, on a GPU: one that stops being captured is slow, and no number of it differs."""
+    monkeypatch.setattr(device_kernels.Engine, "capture", lambda engine: "not captured: it waits")
+    assert device_kernels.family(CPU, "llama", torch.float32) == "wrong: decode steps not captured: it waits"
+
+
+def test_captured_steps_of_latents_with_recurrent_layers_are_compared() -> None:
+    """Kimi-Linear has both, and on an H200 its steps were not captured yet."""
+    names = [name for name, _ in device_kernels.checks(CPU, list(HYBRID))]
+    assert {f"streams {name}" for name in ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
 
 
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
