@@ -26,7 +26,7 @@ from engine.kernels import speed_check
 from engine.kernels.weight_cache import cache_of
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model
-from engine.loading.module_loader import read_config
+from engine.loading.module_loader import read_config, return_memory
 from engine.parallel.leader import Ranks
 from engine.parallel.rank_memory import Loading, described
 from engine.parallel.tp_plan import check_plan, check_settings
@@ -280,6 +280,7 @@ def _measured_blocks(
     """
     layout = model.layout(settings.block_size)
     working = _profile(model, settings) * (model.group.size if model.group else 1)  # each rank takes as much
+    return_memory()  # torch keeps what the step has freed, its pages too, which would be missing beside `working`
     slots = (settings.max_num_seqs + 1) * slot_bytes(layout.state_bytes)
     kept = sum(runner.mapped_bytes for runner in (model, draft) if runner)
     free = _free_bytes(model.device, kept, settings.gpu_share) - slots

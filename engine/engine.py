@@ -36,7 +36,7 @@ from engine.decoding.new_tokens import Run, append_chosen
 from engine.decoding.sampler import not_finite, score_prompt
 from engine.decoding.speculative import Speculation
 from engine.decoding.structured_output import Filling, Masks
-from engine.kernels import REFERENCE, speed_check
+from engine.kernels import speed_check
 from engine.kv.kv_cache import KvCache
 from engine.run_ahead import Flight, RunAhead
 from engine.runner.captured_steps import Capture, Decode, Uncapturable
@@ -328,8 +328,7 @@ class Engine:
                 row += 1 + len(draft)
             else:
                 progress.append(Progress(sequence, sequence.num_computed, None, None))
-        compiled = self.model.kernels != REFERENCE
-        progress += append_chosen(runs, logits, filling, self.speculation, compiled=compiled)
+        progress += append_chosen(runs, logits, filling, self.speculation, compiled=self.model.draws_compiled)
         # From here on, transfers may read these blocks, or write to freed ones, outside the device's queue. The wait
         # also makes the measured seconds those of the device. No step waits twice, because reading a token back has
         # already waited.

@@ -31,7 +31,6 @@ from engine.attention.forward_context import Batch, device_done, done_behind, on
 from engine.core.scheduler import Chunk, Scheduler
 from engine.core.sequence import Sequence
 from engine.decoding.sampler import draw
-from engine.kernels import REFERENCE
 from engine.runner.model_runner import ModelRunner
 from tandem.sampling import Sampling
 
@@ -151,7 +150,7 @@ class RunAhead:
             tokens, rows = fed
             batch.fed = tokens.on_device[on_device(rows, torch.int64, self._model.device)]
         positions = [place + 1 for place in batch.positions]
-        return Tokens(draw(self._forward(batch), sampling, positions, compiled=self._model.kernels != REFERENCE))
+        return Tokens(draw(self._forward(batch), sampling, positions, compiled=self._model.draws_compiled))
 
 
 def _plain(sampling: Sampling) -> bool:

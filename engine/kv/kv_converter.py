@@ -35,8 +35,9 @@ class KvConverter:
             places += [(place, at - index * theirs, table[at // ours], at % ours) for at in span]
         if not places:
             return
-        block, slot, to_block, to_slot = torch.tensor(places).unbind(1)
         source, target = self.staging, self._pages
+        # To the device once: a view of it that is indexed by a tensor of the host copies that one each time, and waits.
+        block, slot, to_block, to_slot = torch.tensor(places).to(source.buffer.device).unbind(1)
         for call in range(len(source.layout.calls)):
             for kind in ("k", "v"):
                 elements, scales = getattr(source, kind)[call], getattr(source, f"{kind}_scales")[call]

@@ -141,7 +141,7 @@ class Product:
         else:
             codes = packer.pack(units_coded, scales, group, format)
         if not torch.equal(order, torch.arange(len(order))):
-            codes = replace(codes, order=order)
+            codes = replace(codes, order=order.to(codes.codes.device))
         return codes if torch.equal(codes.weight().cpu(), self.weight()) else None
 
     def with_zeros(self) -> experts.ExpertCodes | None:

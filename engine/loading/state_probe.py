@@ -38,7 +38,7 @@ from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
 from engine.runner.mixers import Mixer, Mixers, named
-from engine.runner.recurrences import one_function, with_operators
+from engine.runner.recurrences import one_formula, one_function, with_operators
 from tandem.errors import CheckpointRefused
 
 STATE_LAYERS = (
@@ -196,16 +196,16 @@ def _mixers(model: PreTrainedModel, cache: Recorder, kept: dict[Key, Any], argum
 def _prove(model: PreTrainedModel, mixers: Mixers, compiled: bool) -> None:
     """Decides how each mixer is served. Raises CheckpointRefused if one is wrong in every way."""
     calls = _arguments(model, mixers, sum(PIECES))
-    exact_of: dict[Any, bool] = {}  # by the code and the shapes, which determine the bits
+    same_bits: dict[Any, bool] = {}  # by the code and the shapes, which determine the bits
     for mixer in mixers.each:
         alone, facts = Mixer(mixer.name, copy.deepcopy(mixer.module).float(), mixer.argument), mixers.facts_of(mixer)
         in_pieces = _gap(alone, calls[mixer.name], facts)
         if compiled and _takes_operators(mixer, alone, calls[mixer.name], facts, in_pieces):
             alike = type(mixer.module), tuple(each.shape for each in mixer.module.parameters())
-            if alike not in exact_of:
+            if alike not in same_bits:
                 with suppress(*ODD_ERRORS):
-                    exact_of[alike] = _same_bits(mixer, calls[mixer.name], facts, next(model.parameters()).dtype)
-            mixer.exact = one_function(mixer.module) and exact_of.get(alike, False)
+                    same_bits[alike] = _same_bits(mixer, calls[mixer.name], facts, next(model.parameters()).dtype)
+            mixer.same_bits, mixer.one_function = same_bits.get(alike, False), one_function(mixer.module)
             continue
         if in_pieces <= ROUNDING:
             continue
@@ -264,10 +264,11 @@ def _gap(mixer: Mixer, given: dict[str, Any], facts: StateFacts) -> float:
 
 
 def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts, dtype: torch.dtype) -> bool:
-    """Whether its output has the same bits at once, in pieces, and next to another sequence, in the model's dtype."""
+    """Whether its output has the same bits at once, in pieces, and next to another sequence, in the model's dtype.
+    Without limits of time steps: `one_function` knows those."""
     given = {name: value for name, value in given.items() if name != mixer.argument}
     device = next(mixer.module.parameters()).device
-    with exact(device):
+    with exact(device), one_formula(mixer.module):
         cuts = (PIECES, [sum(PIECES)], [1, 1, sum(PIECES) - 2])
         ways = [_in_pieces(mixer, given, facts, cut, dtype) for cut in cuts]
         ways.append(_in_pieces(mixer, given, facts, PIECES, dtype, beside=True))

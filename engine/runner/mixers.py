@@ -149,13 +149,19 @@ class Mixer(PackedModule):
         super().__init__(name, module, argument)
         self.layers = layers
         self.by_token = False  # set by engine.loading.state_probe, like the next ones
-        self.exact = False  # a token has the same bits in any chunk and batch
+        self.same_bits = False  # what computes it gives the same bits at once, in pieces and in company
+        self.one_function = False  # transformers computes single tokens by the formula of chunks
         self.forward: Forward = type(module).forward  # or the forward over Tandem's operators, with
         self.takes: frozenset[str] = frozenset()  # the kinds of states that these read and write in place
 
     @property
     def by_operators(self) -> bool:
         return self.forward is not type(self.module).forward
+
+    @property
+    def exact(self) -> bool:
+        """Whether a token has the same bits in any chunk and batch."""
+        return self.same_bits and self.one_function
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = current_step()

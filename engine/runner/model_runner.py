@@ -118,6 +118,12 @@ class ModelRunner:
         return getattr(self.config.get_text_config(), "num_experts_per_tok", None) is not None
 
     @property
+    def draws_compiled(self) -> bool:
+        """Whether the compiled operator chooses tokens (`compiled` of engine/decoding/sampler.py): on CPU where the
+        other operators serve; on CUDA the kernel's own trial decides, since no level of operators serves there."""
+        return self.device.type == "cuda" or self.kernels != REFERENCE
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return self.group.size if self.group else 1

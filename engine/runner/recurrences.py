@@ -127,6 +127,22 @@ def one_function(module: nn.Module) -> bool:
     return (float(low), float(high)) == NO_LIMIT
 
 
+@contextmanager
+def one_formula(module: nn.Module) -> Iterator[None]:
+    """Inside, Mamba-2 clamps no time steps, so that chunks and single tokens are one function and differ by what
+    computes them."""
+    limits: Any = getattr(module, "time_step_limit", None)
+    if limits is None:
+        yield
+        return
+    owner: Any = module
+    owner.time_step_limit = NO_LIMIT
+    try:
+        yield
+    finally:
+        owner.time_step_limit = limits
+
+
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -40,6 +40,7 @@ from engine.kernels import experts as experts_of
 from engine.kernels import modules, weight_quantization
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading import state_probe
+from engine.loading.gptq_awq_fp8 import Product
 from engine.loading.model_loader import load_model
 from engine.runner import recurrences
 from engine.runner.mixers import Mixers
@@ -57,11 +58,24 @@ SHAPES = [  # query heads, KV heads, elements of a head
 ]
 PRODUCTS = [(4096, 4096), (12288, 4096), (777, 1000)]  # [n, k]
 CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128), ("int4", 4096)]  # format, group
+ORDERED = [("int8", 128), ("int4", 128)]  # likewise, of GPTQ with desc_act
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 IN_16_BITS = ("qwen3-next", "nemotron-h")  # both kinds of recurrence, with experts
-STREAMS = ("qwen3-5", "falcon-h1", "lfm2")  # families whose captured steps are compared over many tokens
+STREAMS = ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")  # families whose captured steps are compared over many tokens
 LATENT = [(16, 512, 64), (128, 512, 64), (40, 256, 32)]  # heads, elements of a latent, and of a rotated key
 EXPANDED = Expanded(128, 128)
+# Mamba-2 whose time steps have no limits, which transformers would apply to chunks alone.
+UNCLAMPED: dict[str, dict[str, Any]] = {
+    "Mamba-2 without limits, heads of 64, state of 128": {
+        **{**REST, "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_local_experts": 2},
+        **{"shared_intermediate_size": 16, "hidden_size": 2048, "mamba_n_heads": 64, "mamba_d_head": 64},
+        **{"mamba_d_state": 128, "mamba_n_groups": 1},
+    },
+    "Mamba-2 without limits, heads of 64, state of 256": {
+        **{**REST, "model_type": "falcon_h1", "num_hidden_layers": 1, "hidden_size": 2048, "mamba_d_ssm": 4096},
+        **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1},
+    },
+}
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
@@ -197,6 +211,23 @@ def codes(device: torch.device, format: str, group: int) -> str:
     return "equal within roundings, and a row to itself"
 
 
+def ordered(device: torch.device, format: str, group: int, sizes: tuple[int, int] = (512, 4096)) -> str:
+    """A product of GPTQ with desc_act, whose columns are not beside those of their group, as it is loaded."""
+    from engine.gpu import codes  # as above
+
+    (n, k), generator = sizes, torch.Generator().manual_seed(0)
+    units = torch.randint(-8, 8, (n, k), generator=generator).float() * {"int8": 16, "int4": 1}[format]
+    scales = torch.rand(n, k // group, generator=generator) + 0.1
+    of = torch.arange(k)[torch.randperm(k, generator=generator)] // group
+    loaded = Product("", lambda rows, columns: units[rows, columns], None, scales, of, group).codes(
+        codes.packer(device)
+    )
+    if not isinstance(loaded, codes.RowCodes) or (loaded.format, loaded.order is None) != (format, False):
+        return f"wrong: loaded as {type(loaded).__name__}"
+    wrong = codes.differs(loaded, (units * scales[:, of]).to(device))
+    return _line("other products" if wrong else None, "equal within roundings, and a row to itself")
+
+
 def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> str:
     """Loads, checks itself, captures."""
     lines: list[str] = []
@@ -211,8 +242,10 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
         return f"wrong: {'; '.join(refused)}"
     if model.mixers:
         chosen.append(_by_operators(model.mixers, device))
+    captured = engine.capture()
+    chosen.append(f"{'' if captured.startswith('captured') else 'wrong: '}decode steps {captured}")
     wrong = next((line for line in chosen if line.startswith("wrong")), None)
-    return wrong or "; ".join([*chosen, f"decode steps {engine.capture()}"])
+    return wrong or "; ".join(chosen)
 
 
 def streams(device: torch.device, name: str) -> str:
@@ -251,8 +284,14 @@ def recurrence(device: torch.device, config: dict[str, Any]) -> str:
     with recurrences.slow_lines_held():
         mixers = state_probe.learn(model, recurrences.available(device))
     assert mixers is not None
-    bits = "the same bits" if mixers.exact else "not the same bits"
-    return f"{_by_operators(mixers, device)}; {bits} in any step, with products by {line}"
+    return f"{_by_operators(mixers, device)}; {_bits(mixers)}, with products by {line}"
+
+
+def _bits(mixers: Mixers) -> str:
+    """What the kernels do, apart from what transformers does with the time steps of Mamba-2."""
+    if not all(mixer.same_bits for mixer in mixers.each):
+        return "not the same bits in any step"
+    return f"the same bits in any step{'' if mixers.exact else '; transformers clamps time steps of chunks alone'}"
 
 
 def _by_operators(mixers: Mixers, device: torch.device) -> str:
@@ -268,6 +307,11 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
             yield f"product {n} x {k}, {dtype}", partial(product, device, n, k, dtype)
     for format, group in CODES:
         yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
+    for format, group in ORDERED:
+        yield (
+            f"product over {format} in groups of {group}, columns in another order",
+            partial(ordered, device, format, group),
+        )
     for name, config in WHOLE.items():
         for dtype in (torch.bfloat16, torch.float32):
             yield f"experts {name}, {dtype}", partial(experts, device, config, dtype)
@@ -285,7 +329,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
                 more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
                 name = f"attention {_shape(fact)}, {fact.reach}{more}"
                 yield name, partial(attention, device, fact, dtype, kept)
-    for name, config in LAYERS.items():
+    for name, config in (LAYERS | UNCLAMPED).items():
         yield f"recurrence {name}", partial(recurrence, device, config)
     for name in families:
         yield f"family {name}", partial(family, device, name, torch.float32)

@@ -118,3 +118,33 @@ def test_two_workers_of_one_gpu_take_their_shares_of_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(builder.torch.cuda, "memory_reserved", lambda _: 10 * gib)
     assert builder._free_bytes(CUDA, 0, 0.5) == 30 * gib
     assert builder._free_bytes(CUDA, 0, 1.0) == 70 * gib
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["returned", "control: torch keeps it"])
+def test_the_largest_step_is_taken_from_the_pool_once(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """torch keeps the memory that the measured step has freed, with that of its pages, until it is asked for it: it
+    would be missing from what is free, and the step is subtracted from that."""
+    gib, model_gib, step_gib, pages_gib = 2**30, 10, 6, 2
+    reserved = [model_gib * gib]
+
+    def profiled(*_: Any) -> int:
+        reserved[0] += (step_gib + pages_gib) * gib
+        return step_gib * gib
+
+    def empty() -> None:
+        reserved[0] = reserved[0] if kept else model_gib * gib
+
+    monkeypatch.setattr(builder, "_profile", profiled)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * gib - reserved[0], 80 * gib))
+    layout = SimpleNamespace(state_bytes=0, state_blocks=0)
+    model: Any = SimpleNamespace(
+        layout=lambda _: layout, group=None, mapped_bytes=0, device=CUDA, block_bytes=lambda _: 2**20,
+        max_model_len=16_000,
+    )  # fmt: skip
+    settings = Settings(model="m", memory_utilization=0.5, max_num_seqs=64)
+    blocks = builder._measured_blocks(model, None, settings, lambda _: None)
+    missing = step_gib + pages_gib if kept else 0
+    assert blocks == 1024 * (80 - model_gib - missing - step_gib) // 2

@@ -24,19 +24,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine.attention import mla
+from engine import run_ahead
+from engine.attention import forward_context, mla
 from engine.attention.forward_context import Batch, Step
+from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.decoding import sampler
-from engine.gpu import layers, products, sampling, sampling_kernel
+from engine.decoding import new_tokens, sampler
+from engine.engine import Engine
+from engine.gpu import codes, layers, products, sampling, sampling_kernel
 from engine.gpu.attention import paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import modules
+from engine.kv.kv_cache import KvCache
+from engine.kv.kv_converter import KvConverter
+from engine.loading import gptq_awq_fp8
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
 from tandem.sampling import Sampling
 from tests.engine.conftest import two_layers
+from tests.engine.test_kv_converter import layout
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is for CPU")
 
@@ -52,7 +59,7 @@ STEPS = {  # (done, new) of each sequence
 
 class Waits(TorchDispatchMode):
     """Notes copies between device and host for which the host waits: all to the host, and to the device those that are
-    not put in the queue."""
+    not put in the queue, such as indices of the host into a tensor of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +73,10 @@ class Waits(TorchDispatchMode):
         copies = isinstance(into, torch.Tensor) and isinstance(source, torch.Tensor) and into.device != source.device
         if copies and (into.device.type == "cpu" or not given.get("non_blocking")):
             self.seen.append(f"{operator} from {source.device} to {into.device}")
+        listed = given.get("indices")  # of `tensor[...]`; an embedding's are one tensor
+        indices = [one for one in listed if isinstance(one, torch.Tensor)] if isinstance(listed, list | tuple) else []
+        if indices and given["self"].device.type != "cpu" and any(one.device.type == "cpu" for one in indices):
+            self.seen.append(f"{operator} of {given['self'].device} by indices of the host")
         return out
 
 
@@ -201,6 +212,44 @@ def test_quantised_pages_are_written_and_read_without_a_wait(
         assert not waits.seen, name
 
 
+def test_columns_in_another_order_are_multiplied_on_the_device(
+    pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of GPTQ with desc_act: their order is where the codes are, as the weight is read back and as it serves."""
+    n, k, group = 40, 128, 32
+    found = gptq_awq_fp8.Coded(
+        torch.empty(n, k, dtype=torch.int16), torch.empty(n, k // group), group, "int4",
+        torch.empty(k, dtype=torch.int64), torch.empty(k // group, dtype=torch.int64),
+    )  # fmt: skip
+    monkeypatch.setattr(gptq_awq_fp8.Product, "coded", lambda product: found)
+    monkeypatch.setattr(gptq_awq_fp8.Product, "weight", lambda product: torch.empty(n, k))
+    monkeypatch.setattr(torch, "equal", lambda one, other: one.dim() == 2)  # a weight read back; the order is another
+    monkeypatch.setattr(codes, "differs", lambda *_: False)
+    product = gptq_awq_fp8.Product("", lambda *_: torch.empty(n, k), None, found.scales, found.order, group)
+    own = product.codes(codes.packer(GPU))
+    assert own is not None
+    assert own.order is not None
+    with Waits() as waits:
+        out = own.multiply(torch.empty(3, k, dtype=torch.bfloat16, device=GPU), None)
+    assert out.device == GPU
+    assert not waits.seen
+    assert pretended["linear"].launched == 1
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(torch.int8, torch.int8), (torch.bfloat16, torch.int8)], ids=str)
+def test_kv_is_converted_with_one_wait(theirs: torch.dtype, ours: torch.dtype, pretended: dict[str, Launch]) -> None:
+    """For the places, whatever the number of attention calls. Control: indices of the host wait each time."""
+    source, target = layout(8, theirs), layout(16, ours)
+    converter = KvConverter(source, 4, KvCache(target, 4, GPU))
+    with Waits() as waits:
+        converter.convert([(0, 0), (3, 1), (2, 2)], [1, 0], range(3, 24))
+    assert len(waits.seen) == 1, waits.seen
+    view = converter.staging.k[0]
+    with Waits() as waits:
+        view[torch.tensor([0, 1])] = view[torch.tensor([1, 2])]
+    assert len(waits.seen) == 2
+
+
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of the tensors that become lists of the host; what they hold is not known."""
@@ -222,6 +271,76 @@ def test_tokens_are_chosen_with_one_wait(pretended: dict[str, Launch], lists: li
     assert lists == [torch.Size([rows])]
     assert not waits.seen
     assert pretended["choose_tokens"].launched == 1
+
+
+@pytest.fixture
+def driverless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the waits of a step, which need a driver, and without inference mode, in which no tensor is pretended."""
+    monkeypatch.setattr(new_tokens, "choose", sampler.choose.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(run_ahead.RunAhead, "_queue", run_ahead.RunAhead._queue.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(forward_context, "done_behind", lambda device: lambda: None)
+    monkeypatch.setattr(run_ahead, "done_behind", lambda device: lambda: None)
+
+
+@pytest.mark.parametrize("problem", [None, "chooses other tokens"], ids=["it serves", "its trial failed"])
+def test_an_engine_chooses_by_the_kernel_where_its_trial_went_well(
+    problem: str | None,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pretended: dict[str, Launch],
+    lists: list[torch.Size],
+    driverless: None,
+) -> None:
+    """Steps that are waited for, as a prompt's with log probabilities, and steps that are queued. Control: a kernel
+    that chooses other tokens is not launched."""
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: problem)
+    monkeypatch.setattr(sampler, "_sample", lambda logits, *_: logits.argmax(-1))
+    built = queued_engine(checkpoint)
+    waited = Sampling(temperature=1.0, top_p=0.9, logit_bias=((3, 1.5),))
+    launches = []
+    for name, how in (("waited", waited), ("queued", Sampling(temperature=1.0, top_p=0.9))):
+        built.add(Sequence(name, [5, 6, 7], 3, 5, frozenset(), how))
+        built.step()  # the prompt
+        before = built.ahead._launched
+        built.step()
+        assert (built.ahead._launched > before) == (name == "queued")
+        built.drop(name)
+        launches.append(pretended["choose_tokens"].launched)
+    assert (launches[0] >= 2 and launches[1] >= launches[0] + 2) if problem is None else launches == [0, 0]
+
+
+def queued_engine(checkpoint: Callable[[str], Path]) -> Engine:
+    """Of a small model on the device, which queues its steps."""
+    with unset_fake_temporarily():
+        facts = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU).facts
+    config = EngineConfig(num_blocks=BLOCKS * 4, block_size=BLOCK_SIZE, token_budget=64, max_running=4)
+    built = Engine(pretend("llama", facts), config)
+    assert built.ahead.on
+    return built
+
+
+def test_a_sampled_step_is_queued_without_a_wait(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pretended: dict[str, Launch],
+    lists: list[torch.Size],
+    driverless: None,
+) -> None:
+    """Whatever the requests sample by: the step in front of it still computes. Control: plain PyTorch reads a number
+    back for top-p."""
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: None)
+    monkeypatch.setattr(run_ahead, "Tokens", lambda chosen: chosen)  # its copy has an event, which needs a driver
+    built, rows = queued_engine(checkpoint), len(sampling.TRIED)
+    batch = batch_of([(9, 1)] * rows)
+    with Waits() as waits:
+        chosen: Any = built.ahead._queue(batch, sampling.TRIED, None)
+    assert chosen.device == GPU
+    assert not waits.seen
+    assert not lists
+    assert pretended["choose_tokens"].launched == 1
+    monkeypatch.setattr(sampler, "kernel_problem", lambda device: "fails")
+    with pytest.raises(DataDependentOutputException):
+        built.ahead._queue(batch, sampling.TRIED, None)
 
 
 def test_what_changes_logits_is_put_in_the_queue(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:

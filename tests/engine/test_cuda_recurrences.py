@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
+from engine.attention import mla
 from engine.attention.forward_context import Batch
 from engine.gpu import layers
 from engine.gpu.attention.paged_attention import TritonAttention
@@ -39,7 +40,7 @@ from tests.engine.test_cuda_forward import (  # noqa: F401  (a fixture)
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is for CPU")
 
 ROWS, SPARE = 4, BLOCKS * 4 - 1
-LATENT = "kimi-linear"
+EXPANDED = mla.Expanded(8, 8)  # of the tiny model with latents, Kimi-Linear's
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRID))
@@ -65,6 +66,10 @@ def launched(pretended: dict[str, Launch], monkeypatch: pytest.MonkeyPatch) -> d
 def pretend(name: str, learnt: ModelRunner) -> ModelRunner:
     """The family's model on the device, by Tandem's kernels."""
     module = make_module(f"tiny-{name}", torch.bfloat16, GPU)
+    mla.use_latent_pages(module)
+    for each in module.modules():  # as `mla.find_products`, which needs numbers
+        if mla.expander(each) is not None:
+            each.__dict__[mla._PRODUCT] = each.kv_b_proj
     config = RunnerConfig(
         max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE
     )
@@ -77,7 +82,7 @@ def pretend(name: str, learnt: ModelRunner) -> ModelRunner:
         ours.forward, ours.takes = taken
         mixers.append(ours)
     runner.mixers = Mixers(mixers, learnt.mixers.facts)
-    runner.cuda_kernel = TritonAttention(LONGEST) if learnt.facts else None
+    runner.cuda_kernel = TritonAttention(LONGEST, EXPANDED) if learnt.facts else None
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
         if layers.weight_of(each) is not None:
             each.__dict__[modules.REPLACEMENT] = layers.Linear
@@ -101,8 +106,6 @@ def test_recurrent_layers_never_wait_for_the_device(
     launched: dict[str, Launch],
 ) -> None:
     """Neither in a prompt nor in a step of single tokens nor where sequences have unlike numbers of tokens."""
-    if family[0] == LATENT:
-        pytest.skip("latent pages are another test's")
     runner = pretend(*family)
     pages = runner.allocate(BLOCKS * 4, slots=8)
     for name, sequences in STEPS.items():
@@ -115,6 +118,7 @@ def test_recurrent_layers_never_wait_for_the_device(
     assert (launched["plan"].launched > 0) == any(adoption._SIZES in each.__dict__ for each in every)
     assert (launched["unit"].launched > 0) == (launched["gated_delta"].launched > 0)
     assert (launched["gated"].launched > 0) == any(norms.NORM in each.__dict__ for each in every)
+    assert (launched["each_head"].launched > 0) == runner.latent == (family[0] == "kimi-linear")
 
 
 def test_a_decode_step_can_be_repeated_without_python(
@@ -124,9 +128,6 @@ def test_a_decode_step_can_be_repeated_without_python(
     recurrent layer whose state is copied by the host's orders."""
     runner = pretend(*family)
     pages = runner.allocate(BLOCKS * 4, slots=8)
-    if family[0] == LATENT:
-        assert "latent pages" in str(captured_steps.unfit(runner, pages))
-        return
     assert captured_steps.unfit(runner, pages) is None
     step, wanted = captured_steps._Static(runner, pages, ROWS, SPARE), torch.arange(ROWS, device=GPU)
     step.state_rows = torch.zeros(2, ROWS, dtype=torch.int64, device=GPU)

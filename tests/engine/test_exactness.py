@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from engine import kernels
 from engine.kernels import modules
-from engine.loading import lora_loader
+from engine.loading import lora_loader, state_probe
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner import recurrences
@@ -138,8 +139,33 @@ def test_nor_do_those_of_recurrent_layers_where_the_proof_says_so(
     model = load_model(str(checkpoint(f"tiny-{name}")), dtype=dtype, device=CPU, max_model_len=256)
     assert model.mixers is not None
     assert model.mixers.exact is (name != "nemotron-h")
+    assert all(mixer.same_bits for mixer in model.mixers.each)  # of the operators, which are the same for all
     assert model.sum_order == (kernels.sum_order(CPU, dtype) if model.mixers.exact else kernels.PLAIN)
     assert model.mixers.exact is False or differing(model) == []
+
+
+@built
+def test_limits_of_time_steps_are_told_from_bits(checkpoint: Callable[[str], Path]) -> None:
+    """Where Nemotron-H's limits change the chunks of a layer, its operators still give the same bits, by the formula
+    without limits. Control: the bits by transformers' two formulas. The layer keeps its limits."""
+    model = load_model(str(checkpoint("tiny-nemotron-h")), dtype=torch.float32, device=CPU, max_model_len=256)
+    mixers = model.mixers
+    assert mixers is not None
+    model.use_eager_attention()
+    mixer, module = mixers.each[0], cast(Any, mixers.each[0].module)
+    limits = module.time_step_limit
+    assert (mixer.same_bits, mixer.one_function, limits[0]) == (True, False, 0.001)
+    given = state_probe._arguments(model.module, mixers, sum(state_probe.PIECES))[mixer.name]
+    module.dt_bias.data.fill_(-8.0)  # a time step of about 0.0003
+
+    def same() -> bool:
+        return state_probe._same_bits(mixer, given, mixers.facts_of(mixer), torch.float32)
+
+    assert same()
+    assert module.time_step_limit == limits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_probe, "one_formula", lambda module: nullcontext())
+        assert not same()
 
 
 @built

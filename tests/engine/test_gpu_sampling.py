@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine.decoding import structured_output
+from engine.decoding import sampler, structured_output
 from engine.decoding.sampler import _numbers, _sample, kernel_problem, uniform
 from engine.gpu import sampling as gpu
+from engine.kernels import REFERENCE
+from engine.runner.model_runner import ModelRunner
 from tandem.sampling import Sampling
 from tests.engine.stand_ins import Asked
 
@@ -199,3 +201,19 @@ def test_on_cuda_it_serves_where_its_trial_went_well(monkeypatch: pytest.MonkeyP
     kernel_problem.cache_clear()
     assert kernel_problem(CUDA) == "chooses other tokens"
     kernel_problem.cache_clear()
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_model_on_cuda_draws_by_the_kernel_though_no_operators_of_the_cpu_serve_there(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its trial alone; as the engine and its queued steps ask (tests/engine/test_cuda_forward.py). Control: on CPU a
+    model without the operators draws by plain PyTorch."""
+    model: Any = SimpleNamespace(device=device, kernels=REFERENCE)
+    compiled = ModelRunner.draws_compiled.fget(model)  # type: ignore[attr-defined]
+    monkeypatch.setattr(sampler, "_sample", lambda *_: torch.tensor([1]))
+    monkeypatch.setattr(gpu, "sample", lambda *_: torch.tensor([2]))
+    logits: Any = SimpleNamespace(device=device)
+    for problem, chosen in ((None, 2), ("chooses other tokens", 1)):
+        monkeypatch.setattr(sampler, "kernel_problem", lambda _, problem=problem: problem)
+        assert sampler.sample(logits, [Sampling()], [0], compiled=compiled) == [chosen if device == CUDA else 1]

@@ -12,13 +12,14 @@ import torch
 from engine import kernels
 from engine.attention.forward_context import Batch
 from engine.gpu import trial
+from engine.loading import state_probe
 from engine.runner import recurrences
 from engine.runner.captured_steps import Decode
 from loadtest.commands import main
 from loadtest.harness.random_checkpoints import HYBRID, make_module
 from loadtest.microbench import device_kernels
 from loadtest.microbench.device import NO_CUDA, TINY, Floors, mixtures
-from loadtest.microbench.recurrence import REST
+from loadtest.microbench.recurrence import REST, model_of
 from loadtest.scenarios import device_handoff
 
 CPU = torch.device("cpu")
@@ -88,6 +89,7 @@ def test_without_a_gpu_no_kernel_is_checked(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.strip() == device_kernels.NO_CUDA
 
 
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch captures no steps on a CPU")
 def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     """By the interpreter here: one kernel of the list, and a family."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
@@ -97,6 +99,18 @@ def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture
     assert "digests: equal to numpy's" in out
     assert "family llama4-text: decode steps" in out
     assert out.count("0 wrong") == 2
+
+
+def test_a_family_whose_steps_are_not_captured_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every family's are, on a GPU: one that stops being captured is slow, and no number of it differs."""
+    monkeypatch.setattr(device_kernels.Engine, "capture", lambda engine: "not captured: it waits")
+    assert device_kernels.family(CPU, "llama", torch.float32) == "wrong: decode steps not captured: it waits"
+
+
+def test_captured_steps_of_latents_with_recurrent_layers_are_compared() -> None:
+    """Kimi-Linear has both, and on an H200 its steps were not captured yet."""
+    names = [name for name, _ in device_kernels.checks(CPU, list(HYBRID))]
+    assert {f"streams {name}" for name in ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
 
 
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +126,19 @@ def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPat
     assert device_kernels.experts(CPU, MIXTURE, torch.float32, "int4", group=64) == right
     monkeypatch.setattr(adoption, "compute", lambda module, x, chosen, shares: x * 2)
     assert device_kernels.experts(CPU, MIXTURE, torch.float32).startswith("wrong: mixtures by torch")
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_codes_whose_columns_are_in_another_order_are_checked(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint of GPTQ loads them. Control: the input in the order of the weight."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu import codes
+
+    right = "equal within roundings, and a row to itself"
+    assert device_kernels.ordered(CPU, format, 32, (40, 128)) == right
+    multiply = codes.RowCodes.multiply
+    monkeypatch.setattr(codes.RowCodes, "multiply", lambda own, x, bias: multiply(replace(own, order=None), x, bias))
+    assert device_kernels.ordered(CPU, format, 32, (40, 128)) == "wrong: other products"
 
 
 def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +165,26 @@ def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.M
     )
     assert line == f"{expected} by torch, because the device is cpu"
     wrong = recurrences.OPERATORS | {"causal_conv1d_fn": lambda *given, **more: given[0]}
-    monkeypatch.setattr(recurrences, "OPERATORS", wrong)
-    assert device_kernels.recurrence(CPU, config).startswith("wrong: 2 recurrent layers")
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrences, "OPERATORS", wrong)
+        assert device_kernels.recurrence(CPU, config).startswith("wrong: 2 recurrent layers")
+    clamped = {**REST, **HYBRID["nemotron-h"], "num_hidden_layers": 2, "hidden_size": 64}
+    said = "; the same bits in any step; transformers clamps time steps of chunks alone, with products"
+    assert said in device_kernels.recurrence(CPU, clamped)
+    in_pieces = state_probe._in_pieces
+    monkeypatch.setattr(
+        state_probe, "_in_pieces", lambda *given, beside=False: in_pieces(*given, beside=beside) * (1 + 0.1 * beside)
+    )
+    assert "; not the same bits in any step, with products" in device_kernels.recurrence(CPU, clamped)
+
+
+@pytest.mark.parametrize("name", device_kernels.UNCLAMPED)
+def test_a_layer_of_mamba_2_without_limits_is_checked(name: str) -> None:
+    """With heads of 64 and states of 128 and 256: only such a layer is one function in chunks and single tokens."""
+    model = model_of(device_kernels.UNCLAMPED[name], torch.bfloat16, torch.device("meta"))
+    [module] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
+    assert recurrences.one_function(module)
+    assert f"heads of {module.head_dim}, state of {module.ssm_state_size}" in name
 
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
@@ -173,8 +218,8 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     """All that the kernels claim to serve; and about products, plain and over codes."""
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
-    assert sum(name.startswith("recurrence") for name in names) == 4
-    assert len(names) == len(set(names)) == 9 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 * (2 + 6)
+    assert sum(name.startswith("recurrence") for name in names) == 6
+    assert len(names) == len(set(names)) == 11 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(
