@@ -7,7 +7,8 @@
     does not accept what is written to it        WRITE_TIMEOUT_S
 
 The endpoint bounds the time for reading a body (http_body.py) and for an answer. At the limit of connections a new one
-replaces one that waits for a head: the longest waiting one that never had a request, or else the longest waiting one.
+replaces one that waits for a head, or for the rest of a discarded body: the longest waiting one that never had a
+request, or else the longest waiting one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-
 
 
 class Connections:
-    """The open connections, and those that wait for a head, longest first."""
+    """The open connections, and those that have no request in progress, longest first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -219,7 +220,8 @@ class _Protocol(HttpToolsProtocol):
             self._within(WRITE_TIMEOUT_S, self.transport.abort)
         elif last and self._request_complete:
             self._idle()
-        elif last:
+        elif last:  # nobody waits for the rest of its body, so it may be replaced like an idle one
+            self._all.idle(self)
             self._within(DISCARD_TIMEOUT_S, self.hang_up)
 
     def pause_writing(self) -> None:
