@@ -53,6 +53,12 @@ CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+def most_connections() -> int:
+    """Half of the files that this process may open: connections to workers, gRPC clients and the registry need some."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_CONNECTIONS, soft // 2)
+
+
 class Connections:
     """The open connections, and those that have no request in progress, longest first."""
 
@@ -263,9 +269,7 @@ class Server:
         self._settings = settings
         self.address = ""
         self._serving: asyncio.Task[None] | None = None
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Half of the files that this process may open; connections to workers, gRPC clients and the registry need some.
-        self.connections = Connections(min(MAX_CONNECTIONS, soft // 2))
+        self.connections = Connections(most_connections())
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
