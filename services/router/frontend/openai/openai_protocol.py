@@ -296,7 +296,7 @@ def _part(part: Any, where: str, bound: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "refusal") and isinstance(text := part.get(kind), str):
         return text
-    if kind in OTHER_MEDIA:
+    if isinstance(kind, str) and kind in OTHER_MEDIA:
         about = f"{where} is of type {kind}; this server serves text only, and its model would not see it"
         raise InvalidRequest(about, field=where, bound=bound)
     raise InvalidRequest(f"{where} is not text", field=where, bound=bound)
