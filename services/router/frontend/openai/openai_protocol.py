@@ -19,6 +19,7 @@ from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
+from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
@@ -331,3 +332,13 @@ def requests(
         )
         for index, fields in enumerate(inputs)
     ]
+
+
+def prompt_text(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
+    """The prompt of a completion. Raises InvalidRequest for token ids without a tokenizer."""
+    if request.WhichOneof("input") == "text":
+        return request.text.decode(errors="replace")
+    try:
+        return tokenizer.decode(request.token_ids.ids)
+    except OverflowError:  # an id that no vocabulary has; the request will be refused
+        return ""
