@@ -7,6 +7,7 @@ services/router/preprocess.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -24,9 +25,11 @@ from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_PROMPT_LOGPROBS,
     MAX_REQUEST_ID,
     MAX_STOP_IDS,
     MAX_STOPS,
+    check_prompt_logprobs,
     over_context,
 )
 from tandem.errors import InvalidRequest, TandemError
@@ -332,6 +335,27 @@ def requests(
         )
         for index, fields in enumerate(inputs)
     ]
+
+
+def check_scores(requests: Sequence[generation_pb2.GenerateRequest], tokenizer: Tokenizer) -> None:
+    """Raises InvalidRequest if the prompts of a body have more scores together than one may have: all are in one
+    answer. Texts are tokenised for this, so it belongs on a thread."""
+    params, tokens = requests[0].sampling, 0
+    if len(requests) == 1 or not params.HasField("prompt_logprobs"):
+        return  # preprocess checks each prompt
+    for request in requests:
+        tokens += _tokens(request, tokenizer)
+        check_prompt_logprobs(params, tokens, len(requests))
+
+
+def _tokens(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> int:
+    """How many tokens the prompt of a completion has, without special ones; a lower bound above MAX_PROMPT_LOGPROBS."""
+    if request.WhichOneof("input") == "token_ids":
+        return len(request.token_ids.ids)
+    if tokenizer.backend is None:
+        return 0  # preprocess refuses it
+    text = (request.text + request.suffix).decode(errors="replace")
+    return tokenizer.at_least(text, MAX_PROMPT_LOGPROBS) or len(tokenizer.encode(text, special=False))
 
 
 def prompt_text(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
