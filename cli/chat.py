@@ -65,14 +65,15 @@ class Chat:
             self.tell(HELP)
 
     def _again(self) -> None:
+        """Replaces the last answer, unless there is no other one."""
         if not self.messages:
             self.tell("there is no question yet")
             return
-        if self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        question = self.messages.pop()["content"]
+        before = self.messages
+        self.messages, question = before[:-2], before[-2]["content"]
         assert isinstance(question, str)
-        self._ask(question)
+        if not self._ask(question):
+            self.messages = before
 
     def _choose_model(self, name: str) -> None:
         """Sets the adapter of the requests, empty for the model itself, and the model if there are several."""
@@ -97,8 +98,9 @@ class Chat:
         else:
             self.tell(receipt_rendering.receipt(self.receipt))
 
-    def _ask(self, question: str) -> None:
-        """Streams the answer. A failed question is dropped; an answer that Ctrl-C ends is kept as it is."""
+    def _ask(self, question: str) -> bool:
+        """Streams the answer. A failed question is dropped, and one that Ctrl-C ends before its answer has begun; an
+        answer that it ends is kept as it is. Returns whether there is an answer."""
         self.messages.append({"role": "user", "content": question})
         system: list[dict[str, str | bytes]] = [{"role": "system", "content": self.system}] if self.system else []
         answer = reasoning = ""
@@ -117,12 +119,16 @@ class Chat:
                         self.tell(about(piece.receipt))
         except KeyboardInterrupt:
             self.write("\n")
-            self.tell("ended")
+            self.tell("ended" if answer else "ended before the answer began")
+            if not answer:
+                self.messages.pop()
+                return False
         except TandemError as error:
             self.messages.pop()
             self.tell(f"error: {sentence(error)}")
-            return
+            return False
         self.messages.append({"role": "assistant", "content": answer})
+        return True
 
 
 def about(receipt: Receipt) -> str:

@@ -89,9 +89,10 @@ class ResponseStore:
         async with self._store.connection() as client:
             await client.ping()
 
-    async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
-        """Raises TooLarge for a response that exceeds the tenant's total limit."""
-        size = len(input_items) + len(response) + OWN_BYTES
+    def check_size(self, content: int) -> int:
+        """The bytes that a response takes whose conversation and object have `content` bytes together. Raises TooLarge
+        if they exceed the tenant's total limit."""
+        size = content + OWN_BYTES
         if size > self._most:
             raise TooLarge(
                 f"the response and its conversation have {size} bytes, over {self._most}: send `store` false",
@@ -99,6 +100,11 @@ class ResponseStore:
                 field="store",
                 bound=f"false for conversations over {self._most} bytes (max_tenant_response_mib)",
             )
+        return size
+
+    async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
+        """Raises TooLarge as `check_size` does."""
+        size = self.check_size(len(input_items) + len(response))
         prefix = self._key(tenant, "")
         more = [self._ttl_ms, self._most, size, prefix, EXPIRED_PER_SCRIPT]
         await self._store.run(PUT, self._keys(tenant, response_id), [response_id, input_items, response, *more])

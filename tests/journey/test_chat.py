@@ -11,7 +11,7 @@ import pytest
 
 from cli.chat import HELP, Chat
 from tandem.client import Client
-from tandem.errors import Unavailable
+from tandem.errors import Busy, Unavailable
 from tandem.results import Piece
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
@@ -24,6 +24,7 @@ class Told:
         self.asked: list[list[Any]] = []
         self.adapters: list[str | None] = []
         self.fails: BaseException | None = None
+        self.says = True
 
     def model_info(self, model: str = "") -> Any:
         return SimpleNamespace(model="base", models=["base"], adapters=["sql", "law"])
@@ -33,7 +34,8 @@ class Told:
         self.adapters.append(options.get("adapter"))
 
         def pieces() -> Any:
-            yield Piece(f"answer {len(self.asked)}", [1])
+            if self.says:
+                yield Piece(f"answer {len(self.asked)}", [1])
             if self.fails:
                 raise self.fails
 
@@ -67,6 +69,33 @@ def test_again_asks_the_last_question_once_more(chat: Chat) -> None:
     chat.run(["/again", "one", "two", "/again"])
     assert asked(chat) == ["one", "answer 1", "two"]
     assert len(chat.messages) == 4
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("fails", [Busy("the queue is full"), KeyboardInterrupt()])
+def test_another_answer_that_does_not_come_leaves_the_first(chat: Chat, fails: BaseException, says: bool) -> None:
+    """The next /again asks the same question again. The control: what Ctrl-C ends after it has begun is the answer."""
+    client: Any = chat.client
+    chat.run(["one", "two"])
+    client.fails, client.says = fails, says
+    chat.run(["/again"])
+    answer = "answer 3" if says and isinstance(fails, KeyboardInterrupt) else "answer 2"
+    assert [message["content"] for message in chat.messages] == ["one", "answer 1", "two", answer]
+    client.fails, client.says = None, True
+    chat.run(["/again"])
+    assert asked(chat) == ["one", "answer 1", "two"]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_a_question_that_is_ended_before_its_answer_is_no_part_of_the_chat(chat: Chat) -> None:
+    """Templates refuse an assistant's message without content, or two questions in a row."""
+    client: Any = chat.client
+    client.fails, client.says = KeyboardInterrupt(), False
+    chat.run(["one"])
+    assert chat.messages == []
+    client.fails, client.says = None, True
+    chat.run(["two"])
+    assert asked(chat) == ["two"]
 
 
 def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:

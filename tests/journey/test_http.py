@@ -556,6 +556,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     ("17 stop strings", {"stop": ["x"] * 17}, 400, "stop"),
     ("a lone surrogate in a stop string", b'{"prompt": "x", "stop": "\\udfff"}', 400, "stop[0]"),
     ("echo and other log probabilities", {"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 400, "prompt_logprobs"),
+    ("scores of many prompts", {"prompt": [[5] * 100] * 127, "prompt_logprobs": 20}, 400, "prompt_logprobs"),
     ("prompt_logprobs a million", {"prompt_logprobs": 10**6}, 400, "prompt_logprobs"),
     ("a format of no kind", {"response_format": {"type": "xml"}}, 400, "response_format.type"),
     (

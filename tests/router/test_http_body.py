@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -65,6 +66,34 @@ async def test_nothing_is_kept_of_tenants_that_keep_to_the_rate(clock: list[floa
         clock[0] += 1
     assert len(bodies._rate._paid_at) <= 1
     assert bodies.total() == 0
+
+
+def test_bodies_of_which_nothing_comes_are_counted() -> None:
+    """A tenant could else hold every connection of the router with heads alone. Another tenant's body is received, and
+    one more of the same when one has ended."""
+    bodies = Bodies(10**6, RATE, most_bodies=3)
+    held = [bodies.of("greedy") for _ in range(3)]
+    for body in held:
+        body.__enter__()
+    for _ in range(2):
+        with pytest.raises(Busy, match="3 bodies are being received, and 3 is the limit"), bodies.of("greedy"):
+            pass
+    with bodies.of("other") as more:
+        more(1)
+    held[0].__exit__(None, None, None)
+    with bodies.of("greedy") as more:
+        more(1)
+    for body in held[1:]:
+        body.__exit__(None, None, None)
+    assert not bodies._bodies
+    assert not bodies._held
+
+
+def test_a_tenant_may_hold_a_quarter_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system lets the router open few files."""
+    for files, most in ((2**20, 1024), (1024, 128), (6, 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert Bodies(10**6)._most_bodies == most
 
 
 async def test_an_answer_that_its_client_does_not_read_counts_as_a_body_of_the_tenant() -> None:

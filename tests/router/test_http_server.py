@@ -227,6 +227,38 @@ async def test_of_too_many_connections_the_longest_idle_goes_first(served: Any) 
             assert await busy[0].readuntil(b"x" * 32)
 
 
+async def test_a_body_that_does_not_come_keeps_no_connection_once_it_is_answered(served: Any) -> None:
+    """Anyone could else occupy all connections without a key. The control: a body that its request waits for does."""
+    async with served(MAX_CONNECTIONS=2) as (server, connect):
+        for path in (b"/", b"/", b"/body"):
+            reader, writer = await connect()
+            writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n" % path)
+            if path == b"/":
+                await reader.readuntil(b"x" * 32)
+        await until(lambda: len(server._server.server_state.tasks) == 1)
+        for _ in range(3):
+            await answered(*await connect())
+        assert len(server.connections) == 2
+        writer.write(b"x" * 9)
+        async with asyncio.timeout(SOON_S):
+            assert b"x-received: 9\r\n" in await reader.readuntil(b"x" * 32)
+
+
+async def test_a_body_that_does_come_late_is_no_obstacle_to_the_next_request(served: Any) -> None:
+    """Its connection is an idle one from then on, and busy again with the next head."""
+    async with served(MAX_CONNECTIONS=2, DISCARD_TIMEOUT_S=1.0) as (server, connect):
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+        await reader.readuntil(b"x" * 32)
+        writer.write(b"x" * 9 + WAIT)
+        await until(lambda: len(server._server.server_state.tasks) == 1)
+        for _ in range(3):
+            await answered(*await connect())
+        async with asyncio.timeout(SOON_S):
+            assert await reader.readuntil(b"x-received: 0\r\n\r\n")
+        assert not reader.at_eof()
+
+
 async def test_where_all_are_busy_a_new_connection_is_told_so(served: Any) -> None:
     """None is closed that waits for its answer."""
     async with served(MAX_CONNECTIONS=3) as (server, connect):

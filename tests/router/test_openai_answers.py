@@ -86,6 +86,67 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
     assert worst < control
 
 
+LONG = 131_072  # tokens of a prompt; with one alternative each it has as many scores as a prompt may have
+SCORED = {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
+
+
+def of_long_prompt() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+    """One token after it, and its scores. Made now, because that takes long, too."""
+    said, over = generation_pb2.GenerateResponse(), generation_pb2.GenerateResponse()
+    said.delta.text = "^"
+    said.delta.token_ids.append(66)
+    said.delta.logprobs.CopyFrom(scored([66]))
+    said.delta.prompt_logprobs.token_ids.extend([66] * LONG)
+    said.delta.prompt_logprobs.logprobs.CopyFrom(scored([66] * (LONG - 1)))
+    over.finished.reason = common_pb2.FINISH_REASON_LENGTH
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        yield 0, said
+        yield 0, over
+
+    return told()
+
+
+@pytest.mark.long
+async def test_the_scores_of_a_long_prompt_keep_no_stream_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Echoed, as for evaluation harnesses, and in vLLM's form: 19 MB of JSON. The control: all at once."""
+    body = openai_protocol.parse(
+        json.dumps({"prompt": [66] * LONG, **SCORED}).encode(), openai_protocol.Completions, 10**6
+    )
+    answers = [answered(body, TEXT) for _ in range(3)]
+    runs = [await longest(answer.collect(of_long_prompt())) for answer in answers[:2]]  # type: ignore[arg-type]
+    (choice,) = json.loads(runs[0][0])["choices"]
+    assert {name: len(values) for name, values in choice["logprobs"].items()} == dict.fromkeys(
+        ("tokens", "token_logprobs", "text_offset", "top_logprobs"), LONG + 1
+    )
+    assert choice["logprobs"]["text_offset"][-1] == LONG
+    assert (len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == (LONG, None)
+    assert min(worst for _, worst in runs) < 0.02
+    monkeypatch.setattr(logprobs_json, "TOKENS_PER_SLICE", 10**6)
+    _, control = await longest(answers[2].collect(of_long_prompt()))  # type: ignore[arg-type]
+    assert control > 0.2
+
+
+async def test_a_prompt_of_ids_is_decoded_before_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that parses its body: it would keep other streams waiting. An id that no vocabulary has is left to
+    the checks of the request."""
+    fields = {"prompt": [[66, 67], [2**40]], "echo": True}
+    body = openai_protocol.parse(json.dumps(fields).encode(), openai_protocol.Completions)
+    answer = answered(body, TEXT)
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    said, over = generation_pb2.GenerateResponse(), generation_pb2.GenerateResponse()
+    said.delta.text = "^"
+    over.finished.reason = common_pb2.FINISH_REASON_LENGTH
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        for index in (0, 1):
+            yield index, said
+            yield index, over
+
+    choices = json.loads(await answer.collect(told()))["choices"]  # type: ignore[arg-type]
+    assert [choice["text"] for choice in choices] == ["^_^", "^"]
+
+
 async def test_the_answers_of_several_choices_are_written_one_by_one() -> None:
     """Other streams are relayed in between. The events come all at once, as of a client that was behind."""
     fields = {"messages": [{"role": "user", "content": "x"}], "n": CHOICES}

@@ -17,7 +17,7 @@ from services.router.preprocess.request import DEFAULT_MAX_TOKENS, build_request
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.preprocess.validation import MAX_BIASES
+from services.router.preprocess.validation import MAX_BIASES, MAX_PROMPT_LOGPROBS
 from tandem.errors import InvalidRequest
 from tandem.rpc import request_builder
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
@@ -109,6 +109,44 @@ def test_the_field_at_fault_is_named(field: str, sampling: dict[str, Any]) -> No
         build_request(request([1], **sampling), NO_TEXT, MODEL)
     assert caught.value.field == field
     assert caught.value.bound
+
+
+@pytest.mark.parametrize("n", [None, 1, 16])
+def test_the_scores_of_a_prompt_are_counted_for_each_completion(n: int | None) -> None:
+    """Each is sent with them: 16 times 2 MB would be no message that any client takes. One token less is served."""
+    most = MAX_PROMPT_LOGPROBS // 4 // (n or 1)
+    model = replace(MODEL, context=MAX_PROMPT_LOGPROBS)
+    sampling = {"prompt_logprobs": 3, "max_tokens": 1} | ({} if n is None else {"n": n})
+    assert build_request(request([1] * most, **sampling), NO_TEXT, model).prompt_len == most
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(request([1] * (most + 1), **sampling), NO_TEXT, model)
+    assert caught.value.field == "sampling.prompt_logprobs"
+    assert caught.value.bound == f"prompt tokens x (1 + prompt_logprobs) x n <= {MAX_PROMPT_LOGPROBS}"
+    assert f"{most + 1} tokens" in caught.value.message
+
+
+TEXT = Tokenizer.load(Path(__file__).parents[2] / "demo/model")
+
+
+@pytest.mark.parametrize("prompt", [[1] * 1000, "one word after the other " * 200])
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 3, "n": 2}, {"prompt_logprobs": 7}])
+def test_the_scores_of_all_prompts_of_a_body_are_bounded_together(prompt: Any, fields: dict[str, Any]) -> None:
+    """They are in one answer. As many as one prompt may have are served, and one prompt more is not, unless nothing is
+    scored."""
+    tokens = len(prompt) if isinstance(prompt, list) else len(TEXT.encode(prompt, special=False))
+    most = MAX_PROMPT_LOGPROBS // (8 * tokens)
+
+    def check(count: int, fields: dict[str, Any]) -> None:
+        raw = json.dumps({"prompt": [prompt] * count, **fields}).encode()
+        body = openai_protocol.parse(raw, openai_protocol.Completions, 10**6)
+        openai_protocol.check_scores(openai_protocol.requests(body, "id", Defaults()), TEXT)
+
+    check(most, fields)
+    check(most + 1, {"echo": True})
+    with pytest.raises(InvalidRequest, match=f"{most + 1} prompts of {tokens * (most + 1)} tokens") as caught:
+        check(most + 1, fields)
+    assert caught.value.field == "sampling.prompt_logprobs"
+    assert "send fewer prompts at a time" in (caught.value.bound or "")
 
 
 @pytest.mark.parametrize(

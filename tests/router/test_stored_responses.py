@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.state.response_store import StoredResponse
+from cluster.state.response_store import ResponseStore, StoredResponse
 from services.router.frontend.http_body import Bodies
-from services.router.frontend.openai import stored_responses
-from services.router.frontend.openai.responses_api import ResponsesApi
+from services.router.frontend.openai import openai_protocol, stored_responses
+from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
+from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import item_id
 from services.router.frontend.openai.stored_responses import MAX_REFERENCED, StoredResponses, conversation
 from services.router.preprocess import json_limits
 from services.router.preprocess.offload import Offload
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import Busy, InvalidRequest, NotFound, TooLarge
 
@@ -46,6 +49,24 @@ def uncounted(_: int) -> None: ...
 async def page(**query: str) -> Any:
     request: Any = SimpleNamespace(headers={}, query_params=query)
     return json.loads(await stored(Store(ITEMS, [])).page(request, ID))
+
+
+@pytest.mark.parametrize("field", ["input", "instructions"])
+async def test_a_conversation_that_cannot_be_stored_is_refused_before_it_is_answered(field: str) -> None:
+    """With the store's own error. The control: one that fits, and one that is not to be stored."""
+    model: Any = SimpleNamespace(key="m", defaults=Defaults(), context=10**6, tokenizer=None)
+    models: Any = SimpleNamespace(resolve=lambda name: (model, "m", ""))
+    store = ResponseStore("redis://nobody:1", "c", ttl_s=1.0, most_bytes=10_000)
+    preparation = ResponsePreparation(stored(store), models)  # type: ignore[arg-type]
+    for length, stores in ((8000, True), (9500, True), (9500, False)):
+        body = openai_protocol.parse(
+            json.dumps({"input": "x", "store": stores, field: "x" * length}).encode(), Responses
+        )
+        refused = nullcontext() if length < 9500 or not stores else pytest.raises(TooLarge, match="over 10000")
+        with refused as error:
+            assert preparation.prepared(body, None, "tenant").requests
+        assert error is None or (error.value.field, error.value.reason) == ("store", "RESPONSE_TOO_LARGE")
+    await store.close()
 
 
 async def test_a_conversation_is_what_was_before_and_what_was_answered() -> None:

@@ -151,6 +151,7 @@ class Api:
         model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
         requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
+        openai_protocol.check_scores(requests, model.tokenizer)
         encoder = openai_answers.answer(body, request_id, name, model.tokenizer, requests)
         return Prepared(model, requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from services.router.frontend.http_server import most_connections
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits, check_count
 from services.router.tenancy.tenant_rate import TenantRate
@@ -23,6 +24,7 @@ MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of all bodies of a tenant in progres
 # Of all bodies of a tenant. Receiving costs the event loop 1.4 ns per byte, so one tenant's bodies take at most 5 % of
 # it; without this bound a client that posts bodies of 4 MiB took 45 %.
 BODY_BYTES_PER_S = 32 * 1024 * 1024
+TENANT_SHARE = 4  # a tenant's bodies hold at most a quarter of the connections, however little of them has come
 PIECE_BYTES = 256 * 1024  # a body is kept in pieces of about this size until a thread joins them
 BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
 
@@ -31,12 +33,16 @@ Bytes = TypeVar("Bytes", bytes, bytearray)
 
 
 class Bodies:
-    """The bytes of bodies that are being received or wait to be parsed: bounded in number and rate for each tenant."""
+    """The bodies that are being received or wait to be parsed: their number, their bytes and the rate of these are
+    bounded for each tenant."""
 
-    def __init__(self, most: int, bytes_per_s: float = BODY_BYTES_PER_S) -> None:
+    def __init__(self, most: int, bytes_per_s: float = BODY_BYTES_PER_S, most_bodies: int | None = None) -> None:
+        """`most`: bytes; `most_bodies`: without it, a share of the router's connections."""
         self._most = most
+        self._most_bodies = most_bodies or max(1, most_connections() // TENANT_SHARE)
         self._rate = TenantRate(bytes_per_s, BURST_S)
         self._held: Counter[str] = Counter()
+        self._bodies: Counter[str] = Counter()
 
     def total(self) -> int:
         return self._held.total()
@@ -48,7 +54,14 @@ class Bodies:
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts more bytes, until the block ends. It raises Busy when there are too many."""
+        """One body. Yields a function that counts more bytes of it, until the block ends. Both raise Busy when there
+        are too many."""
+        if self._bodies[tenant] >= self._most_bodies:
+            raise Busy(
+                f"{self._bodies[tenant]} bodies are being received, and {self._most_bodies} is the limit",
+                reason="BODIES",
+                retry_after=1.0,
+            )
         received = 0
 
         def more(count: int) -> None:
@@ -62,12 +75,14 @@ class Bodies:
             received += count
             self._held[tenant] += count
 
+        self._bodies[tenant] += 1
         try:
             yield more
         finally:
+            self._bodies[tenant] -= 1
             self._held[tenant] -= received
-            if not self._held[tenant]:
-                del self._held[tenant]
+            if not self._bodies[tenant]:
+                del self._bodies[tenant], self._held[tenant]
                 self._rate.forget()
 
 

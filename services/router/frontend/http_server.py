@@ -7,7 +7,8 @@
     does not accept what is written to it        WRITE_TIMEOUT_S
 
 The endpoint bounds the time for reading a body (http_body.py) and for an answer. At the limit of connections a new one
-replaces one that waits for a head: the longest waiting one that never had a request, or else the longest waiting one.
+replaces one that waits for a head, or for the rest of a discarded body: the longest waiting one that never had a
+request, or else the longest waiting one.
 """
 
 from __future__ import annotations
@@ -52,8 +53,14 @@ CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+def most_connections() -> int:
+    """Half of the files that this process may open: connections to workers, gRPC clients and the registry need some."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_CONNECTIONS, soft // 2)
+
+
 class Connections:
-    """The open connections, and those that wait for a head, longest first."""
+    """The open connections, and those that have no request in progress, longest first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -219,7 +226,8 @@ class _Protocol(HttpToolsProtocol):
             self._within(WRITE_TIMEOUT_S, self.transport.abort)
         elif last and self._request_complete:
             self._idle()
-        elif last:
+        elif last:  # nobody waits for the rest of its body, so it may be replaced like an idle one
+            self._all.idle(self)
             self._within(DISCARD_TIMEOUT_S, self.hang_up)
 
     def pause_writing(self) -> None:
@@ -261,9 +269,7 @@ class Server:
         self._settings = settings
         self.address = ""
         self._serving: asyncio.Task[None] | None = None
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Half of the files that this process may open; connections to workers, gRPC clients and the registry need some.
-        self.connections = Connections(min(MAX_CONNECTIONS, soft // 2))
+        self.connections = Connections(most_connections())
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,

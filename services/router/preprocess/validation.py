@@ -17,7 +17,9 @@ MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 256
 MAX_BIAS = 100.0
 MAX_BIASES = 300
-MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, one message that any gRPC client takes
+# Prompt tokens x (1 + alternatives) x n, of all prompts of an HTTP request: some 2 MB, for one completion a message
+# that any gRPC client takes, and up to 14 MB of JSON.
+MAX_PROMPT_LOGPROBS = 2**18
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_ALLOWED_IDS = 1024
@@ -156,15 +158,18 @@ def max_tokens(params: sampling_pb2.SamplingParams, prompt: int, context: int, d
     return int(params.max_tokens)
 
 
-def check_prompt_logprobs(params: sampling_pb2.SamplingParams, prompt: int) -> None:
+def check_prompt_logprobs(params: sampling_pb2.SamplingParams, tokens: int, prompts: int = 1) -> None:
+    """`tokens`: of all these prompts. Each completion is sent with the scores of its prompt."""
     if not params.HasField("prompt_logprobs"):
         return
-    alternatives = params.prompt_logprobs
-    if prompt * (1 + alternatives) > MAX_PROMPT_LOGPROBS:
+    alternatives, n = params.prompt_logprobs, completions(params)
+    if tokens * (1 + alternatives) * n > MAX_PROMPT_LOGPROBS:
+        asked = f"a prompt of {tokens} tokens" if prompts == 1 else f"{prompts} prompts of {tokens} tokens or more"
+        advice = "" if prompts == 1 else " in one request: send fewer prompts at a time"
         raise InvalidRequest(
-            f"sampling.prompt_logprobs is {alternatives} for a prompt of {prompt} tokens",
+            f"sampling.prompt_logprobs is {alternatives} for {asked}{f', {n} times' if n > 1 else ''}",
             field="sampling.prompt_logprobs",
-            bound=f"prompt tokens x (1 + prompt_logprobs) <= {MAX_PROMPT_LOGPROBS}",
+            bound=f"prompt tokens x (1 + prompt_logprobs) x n <= {MAX_PROMPT_LOGPROBS}{advice}",
         )
 
 

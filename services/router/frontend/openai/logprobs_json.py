@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from services.router.frontend.json_body import encode
 from services.router.preprocess.tokenizer import Tokenizer
-from tandem.v1 import common_pb2
+from tandem.v1 import common_pb2, generation_pb2
 
 MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
 TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the event loop runs again
@@ -18,22 +18,56 @@ TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the e
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
 
 
-async def joined_json(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
-    """The items as JSON, joined by commas; encoded in slices, so that other streams are relayed meanwhile."""
-    parts = []
-    for at in range(0, len(scored), TOKENS_PER_SLICE):
-        parts += [encode(make(*score)) for score in scored[at : at + TOKENS_PER_SLICE]]
+async def in_slices(scored: Iterable[Scored]) -> AsyncIterator[list[Scored]]:
+    """Some at a time; between them other streams are relayed. Nothing has to hold all of them: of a prompt there may be
+    hundreds of thousands."""
+    left = iter(scored)
+    while some := list(islice(left, TOKENS_PER_SLICE)):
+        yield some
         await asyncio.sleep(0)
-    return ",".join(parts)
 
 
-def scored_tokens(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
+async def json_parts(make: Callable[..., Any], scored: Iterable[Scored]) -> list[bytes]:
+    """The items as JSON with commas between them, made and encoded in slices. It may be many megabytes, so the parts
+    are for one join: each copy of 14 MB takes the event loop 8 ms."""
+    parts: list[bytes] = []
+    async for some in in_slices(scored):
+        comma = "," if parts else ""
+        parts.append((comma + ",".join([encode(make(*score)) for score in some])).encode())
+    return parts
+
+
+async def joined_json(make: Callable[..., Any], scored: Iterable[Scored]) -> str:
+    """Likewise, as one text, for a few items."""
+    return b"".join(await json_parts(make, scored)).decode()
+
+
+def scored_tokens(ids: Iterable[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
     """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
     each = len(message.top_ids) // max(1, len(message.chosen))
     for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
         part = slice(place * each, (place + 1) * each)
         top = zip(message.top_ids[part], (max(value, MIN_LOGPROB) for value in message.top[part]), strict=True)
         yield token, max(chosen, MIN_LOGPROB), dict(top)
+
+
+def prompt_scores(message: generation_pb2.PromptLogprobs | None) -> Iterator[Scored]:
+    """Likewise for a prompt, whose first token has no log probability; nothing without a message."""
+    if message is not None:
+        yield message.token_ids[0], None, {}
+        yield from scored_tokens(islice(message.token_ids, 1, None), message.logprobs)
+
+
+def of_prompt(tokenizer: Tokenizer, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any] | None:
+    """One token's item of `prompt_logprobs` in vLLM's format, except that the rank is unknown for a token that is not
+    among the likeliest."""
+    if chosen is None:
+        return None
+    ranks = {token_id: rank for rank, token_id in enumerate(top, 1)}
+    return {
+        str(token_id): {"logprob": value, "rank": ranks.get(token_id), "decoded_token": tokenizer.token(token_id)}
+        for token_id, value in {token: chosen, **top}.items()
+    }
 
 
 class TokenTexts:
@@ -73,22 +107,29 @@ class TokenTexts:
         return own
 
 
-async def with_offsets(parts: Sequence[tuple[TokenTexts, Sequence[Scored]]], *, as_ids: bool) -> str:
-    """The log probabilities of a completion as JSON, part by part. `as_ids`: tokens are shown by their ids."""
-    tokens, offsets = list[str](), list[int]()
+async def with_offsets(scores: Iterable[tuple[TokenTexts, Iterable[Scored]]], *, as_ids: bool) -> list[bytes]:
+    """The log probabilities of a completion as JSON, in parts. `as_ids`: tokens are shown by their ids."""
+    before = (b'{"tokens":[', b'],"token_logprobs":[', b'],"text_offset":[', b'],"top_logprobs":[')
+    columns = [[opening] for opening in before]
+    for texts, scored in scores:
+        async for some in in_slices(scored):
+            rows = [_row(texts, *score, as_ids=as_ids) for score in some]
+            for parts, values in zip(columns, zip(*rows, strict=True), strict=True):
+                comma = "," if len(parts) > 1 else ""
+                parts.append((comma + encode(values)[1:-1]).encode())
+    return [part for parts in columns for part in parts] + [b"]}"]
 
-    def shown(texts: TokenTexts, token: int) -> str:
+
+def _row(
+    texts: TokenTexts, token: int, chosen: float | None, likely: dict[int, float], *, as_ids: bool
+) -> tuple[str, float | None, int, dict[str, float] | None]:
+    """The token, its log probability, its offset, and the likeliest ones by text: of several tokens with the same text
+    the chosen one is shown, or else the likeliest."""
+
+    def shown(token: int) -> str:
         return f"token_id:{token}" if as_ids else texts.of(token)
 
-    def top(texts: TokenTexts, token: int, chosen: float | None, likely: dict[int, float]) -> dict[str, float] | None:
-        """By text: of several tokens with the same text the chosen one is shown, or else the likeliest."""
-        found = {shown(texts, other): value for other, value in reversed(likely.items())}
-        tokens.append(shown(texts, token))
-        offsets.append(texts.offset)
-        texts.add(token)
-        return None if chosen is None else found | {tokens[-1]: chosen}
-
-    tops = [await joined_json(partial(top, texts), scored) for texts, scored in parts if scored]
-    chosen = [chosen for _, scored in parts for _, chosen, _ in scored]
-    fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
-    return f'{encode(fields)[:-1]},"top_logprobs":[{",".join(tops)}]}}'
+    found = {shown(other): value for other, value in reversed(likely.items())}
+    text, offset = shown(token), texts.offset
+    texts.add(token)
+    return text, chosen, offset, None if chosen is None else found | {text: chosen}

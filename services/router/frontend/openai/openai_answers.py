@@ -6,8 +6,10 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from services.router.answer.part_messages import parts_of
@@ -15,8 +17,16 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
-from services.router.frontend.openai.logprobs_json import Scored, TokenTexts, joined_json, scored_tokens, with_offsets
-from services.router.frontend.openai.openai_protocol import Chat, Completions
+from services.router.frontend.openai.logprobs_json import (
+    Scored,
+    TokenTexts,
+    json_parts,
+    of_prompt,
+    prompt_scores,
+    scored_tokens,
+    with_offsets,
+)
+from services.router.frontend.openai.openai_protocol import Chat, Completions, prompt_text
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem import results
@@ -46,7 +56,7 @@ class Piece:
     parts: list[Part] = field(default_factory=list)  # all of it; `text` is the text of these
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Scored] = field(default_factory=list)
-    prompt_logprobs: list[Scored] = field(default_factory=list)
+    prompt_logprobs: generation_pb2.PromptLogprobs | None = None  # Python's objects would be many times as large
     finish: str | None = None
     stop_reason: int | str | None = None
     receipt: dict[str, Any] | None = None
@@ -104,14 +114,15 @@ class Answer(ABC):
         if piece is None:
             return b""
         about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
-        data = f'data: {self._opening}"choices":[{await self._encoded(piece, self.chunk(piece))}]{about}}}\n\n'
+        choice = await self._encoded(piece, self.chunk(piece))
+        data = f"]{about}}}\n\n"
         if piece.finish:
             self._left -= 1
             if self._left == 0:
                 if self._usage_at_end:
                     data += f'data: {self._opening}"choices":[],"usage":{encode(self._usage())}}}\n\n'
                 data += DONE
-        return data.encode()
+        return b"".join((f'data: {self._opening}"choices":['.encode(), *choice, data.encode()))
 
     async def collect(self, events: Events) -> bytes:
         """One JSON object."""
@@ -125,14 +136,14 @@ class Answer(ABC):
                 merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
                 merged.logprobs += piece.logprobs
-                merged.prompt_logprobs += piece.prompt_logprobs
+                merged.prompt_logprobs = merged.prompt_logprobs or piece.prompt_logprobs
                 merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
-        choices = []
-        for number, piece in sorted(pieces.items()):
+        parts = [f'{self._opening}"choices":['.encode()]
+        for place, (number, piece) in enumerate(sorted(pieces.items())):
             piece.text = "".join(texts.pop(number))
-            choices.append(await self._encoded(piece, self.message(piece)))
+            parts += [b"," if place else b"", *await self._encoded(piece, self.message(piece))]
             await asyncio.sleep(0)
-        return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
+        return b"".join([*parts, f'],"usage":{encode(self._usage())}}}'.encode()])
 
     @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
@@ -143,21 +154,25 @@ class Answer(ABC):
         """Likewise, in an answer without streaming."""
 
     @abstractmethod
-    async def scores(self, piece: Piece) -> str:
-        """The piece's log probabilities as JSON."""
+    async def scores(self, piece: Piece) -> list[bytes]:
+        """The piece's log probabilities as JSON, in parts."""
 
-    async def _encoded(self, piece: Piece, fields: dict[str, Any]) -> str:
-        """The fields as JSON, with the piece's log probabilities, of which there may be hundreds of thousands."""
-        if not piece.logprobs and not piece.prompt_logprobs:
-            return encode(fields)
-        more = ""
-        if piece.logprobs:
+    async def _encoded(self, piece: Piece, fields: dict[str, Any]) -> list[bytes]:
+        """The fields as JSON, in parts, with the piece's log probabilities, of which there may be hundreds of
+        thousands."""
+        more: list[bytes] = []
+        if self._has_scores(piece):
             del fields["logprobs"]
-            more += f',"logprobs":{await self.scores(piece)}'
+            more += [b',"logprobs":', *await self.scores(piece)]
         if self._body.prompt_logprobs is not None:
             del fields["prompt_logprobs"]
-            more += f',"prompt_logprobs":[{await joined_json(self._of_prompt, piece.prompt_logprobs)}]'
-        return f"{encode(fields)[:-1]}{more}}}"
+            scores = await json_parts(partial(of_prompt, self._tokenizer), prompt_scores(piece.prompt_logprobs))
+            more += [b',"prompt_logprobs":[', *scores, b"]"]
+        return [encode(fields)[:-1].encode(), *more, b"}"]
+
+    def _has_scores(self, piece: Piece) -> bool:
+        """Whether `scores` has any."""
+        return bool(piece.logprobs)
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
         kind = event.WhichOneof("event")
@@ -194,8 +209,7 @@ class Answer(ABC):
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         """Adds the content before the first token."""
         if delta.HasField("prompt_logprobs"):
-            first, *rest = delta.prompt_logprobs.token_ids
-            piece.prompt_logprobs = [(first, None, {}), *scored_tokens(rest, delta.prompt_logprobs.logprobs)]
+            piece.prompt_logprobs = delta.prompt_logprobs
 
     def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
         piece.text += finished.text
@@ -226,20 +240,6 @@ class Answer(ABC):
             extras["tandem_receipt"] = piece.receipt
         return extras
 
-    def _of_prompt(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any] | None:
-        """In vLLM's format, except that the rank is unknown for a token that is not among the likeliest."""
-        if chosen is None:
-            return None
-        ranks = {token_id: rank for rank, token_id in enumerate(top, 1)}
-        return {
-            str(token_id): {
-                "logprob": value,
-                "rank": ranks.get(token_id),
-                "decoded_token": self._tokenizer.token(token_id),
-            }
-            for token_id, value in {token: chosen, **top}.items()
-        }
-
     def _usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -257,6 +257,11 @@ class CompletionsAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     _body: Completions
+
+    def __init__(self, *about: Any) -> None:
+        """On a thread where the body is long: to decode an echoed prompt takes up to 50 ms."""
+        super().__init__(*about)
+        self._echoed = [prompt_text(one, self._tokenizer) for one in self._requests] if self._body.echo else []
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         return {
@@ -278,29 +283,29 @@ class CompletionsAnswer(Answer):
         super()._begin(piece, delta, prompt)
         if not self._body.echo:
             return
-        request = self._requests[prompt]
-        is_text = request.WhichOneof("input") == "text"
-        piece.text = request.text.decode() if is_text else self._tokenizer.decode(request.token_ids.ids)
+        piece.text = self._echoed[prompt]
         piece.choice.texts.offset = len(piece.text)
-        if self._body.logprobs is not None:
-            piece.logprobs = list(piece.prompt_logprobs)
 
-    async def scores(self, piece: Piece) -> str:
-        echoed = len(piece.prompt_logprobs) if self._body.echo else 0
-        unwritten = self._unwritten(piece) if echoed else 0
-        parts = [
-            (TokenTexts(self._tokenizer, special=False), piece.logprobs[:unwritten]),
-            (TokenTexts(self._tokenizer, special=True, begins=True), piece.logprobs[unwritten:echoed]),
-            (piece.choice.texts, piece.logprobs[echoed:]),
+    async def scores(self, piece: Piece) -> list[bytes]:
+        echoed = prompt_scores(piece.prompt_logprobs if self._body.echo else None)  # the first two parts read on in it
+        parts: list[tuple[TokenTexts, Iterable[Scored]]] = [
+            (TokenTexts(self._tokenizer, special=False), islice(echoed, self._unwritten(piece))),
+            (TokenTexts(self._tokenizer, special=True, begins=True), echoed),
+            (piece.choice.texts, piece.logprobs),
         ]
         return await with_offsets(parts, as_ids=bool(self._body.return_tokens_as_token_ids))
 
+    def _has_scores(self, piece: Piece) -> bool:
+        echoed = self._body.echo and self._body.logprobs is not None and piece.prompt_logprobs is not None
+        return bool(piece.logprobs or echoed)
+
     def _unwritten(self, piece: Piece) -> int:
         """How many of the prompt's first tokens the tokenizer has put before its text."""
-        if self._requests[piece.choice.index // self._each].WhichOneof("input") != "text":
+        is_text = self._requests[piece.choice.index // self._each].WhichOneof("input") == "text"
+        if piece.prompt_logprobs is None or not is_text:
             return 0
         own = self._tokenizer.encode("", special=self._body.add_special_tokens is not False)
-        return len(own) if [token for token, _, _ in piece.prompt_logprobs[: len(own)]] == own else 0
+        return len(own) if piece.prompt_logprobs.token_ids[: len(own)] == own else 0
 
 
 class ChatAnswer(Answer):
@@ -362,8 +367,8 @@ class ChatAnswer(Answer):
     def _rest(self, piece: Piece) -> dict[str, Any]:
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
-    async def scores(self, piece: Piece) -> str:
-        return f'{{"content":[{await joined_json(self._logprob, piece.logprobs)}]}}'
+    async def scores(self, piece: Piece) -> list[bytes]:
+        return [b'{"content":[', *await json_parts(self._logprob, piece.logprobs), b"]}"]
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}

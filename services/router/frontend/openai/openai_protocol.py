@@ -7,6 +7,7 @@ services/router/preprocess.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -19,13 +20,16 @@ from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from services.router.preprocess.sampling_defaults import Defaults
+from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_PROMPT_LOGPROBS,
     MAX_REQUEST_ID,
     MAX_STOP_IDS,
     MAX_STOPS,
+    check_prompt_logprobs,
     over_context,
 )
 from tandem.errors import InvalidRequest, TandemError
@@ -296,7 +300,7 @@ def _part(part: Any, where: str, bound: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "refusal") and isinstance(text := part.get(kind), str):
         return text
-    if kind in OTHER_MEDIA:
+    if isinstance(kind, str) and kind in OTHER_MEDIA:
         about = f"{where} is of type {kind}; this server serves text only, and its model would not see it"
         raise InvalidRequest(about, field=where, bound=bound)
     raise InvalidRequest(f"{where} is not text", field=where, bound=bound)
@@ -331,3 +335,34 @@ def requests(
         )
         for index, fields in enumerate(inputs)
     ]
+
+
+def check_scores(requests: Sequence[generation_pb2.GenerateRequest], tokenizer: Tokenizer) -> None:
+    """Raises InvalidRequest if the prompts of a body have more scores together than one may have: all are in one
+    answer. Texts are tokenised for this, so it belongs on a thread."""
+    params, tokens = requests[0].sampling, 0
+    if len(requests) == 1 or not params.HasField("prompt_logprobs"):
+        return  # preprocess checks each prompt
+    for request in requests:
+        tokens += _tokens(request, tokenizer)
+        check_prompt_logprobs(params, tokens, len(requests))
+
+
+def _tokens(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> int:
+    """How many tokens the prompt of a completion has, without special ones; a lower bound above MAX_PROMPT_LOGPROBS."""
+    if request.WhichOneof("input") == "token_ids":
+        return len(request.token_ids.ids)
+    if tokenizer.backend is None:
+        return 0  # preprocess refuses it
+    text = (request.text + request.suffix).decode(errors="replace")
+    return tokenizer.at_least(text, MAX_PROMPT_LOGPROBS) or len(tokenizer.encode(text, special=False))
+
+
+def prompt_text(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
+    """The prompt of a completion. Raises InvalidRequest for token ids without a tokenizer."""
+    if request.WhichOneof("input") == "text":
+        return request.text.decode(errors="replace")
+    try:
+        return tokenizer.decode(request.token_ids.ids)
+    except OverflowError:  # an id that no vocabulary has; the request will be refused
+        return ""

@@ -179,7 +179,7 @@ class ResponsesAnswer:
         if any(not isinstance(part, Text) for part in parts):
             self._scores = []
             return
-        if scores := await joined_json(self._scored, list(scored_tokens(delta.token_ids, delta.logprobs))):
+        if scores := await joined_json(self._scored, scored_tokens(delta.token_ids, delta.logprobs)):
             self._scores.append(scores)
 
     def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ResponsePreparation:
         known: Mapping[str, Item] | None = None,
     ) -> Prepared:
         """`before`: the response that the body continues; `known`: the stored items that it refers to. Raises
-        InvalidRequest, NotFound for an unknown model or item."""
+        InvalidRequest, NotFound for an unknown model or item, TooLarge for a conversation that cannot be stored."""
         model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
         response_id = RESPONSE_PREFIX + secrets.token_hex(24)
@@ -61,6 +61,8 @@ class ResponsePreparation:
         items = body.begin(lambda prefix: item_id(prefix, response_id, next(number)), history, known)
         requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
         encoded, shown = _encoded(items, "input"), _encoded(body.shown(name, requests[0].sampling), "body")
+        if body.stores:  # the response repeats what is shown of the request; its answer comes in addition
+            self._stored.check_size(len(encoded) + len(shown))
         keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
         encoder = ResponsesAnswer(body, response_id, shown, model.tokenizer, keep)
         return Prepared(model, requests, encoder, request_id, bool(body.stream), body.default_max_tokens)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import clean, encode
 from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.frontend.openai.responses_tools import custom_arguments, flat_name
 from services.router.preprocess import json_limits
@@ -157,7 +157,7 @@ def _text(item: Item, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise out_of_bounds(f"{where}.{name}", "absent or not a string", "a string")
-    return value
+    return clean(value, f"{where}.{name}")
 
 
 def _texts(content: Any, where: str) -> list[str]:
@@ -169,7 +169,7 @@ def _texts(content: Any, where: str) -> list[str]:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise InvalidRequest(
                 f"{where}[{index}] is of type {kind!r:.80}, and this server takes text only",
                 field=f"{where}[{index}].type",

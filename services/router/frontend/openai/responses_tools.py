@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.frontend.json_body import clean
 from services.router.preprocess.chat.prompt import MAX_TOOLS
 from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest
@@ -110,7 +111,7 @@ def _named(tool: dict[str, Any], where: str, namespace: str | None = None, *, cu
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise out_of_bounds(f"{where}.name", "absent or not a string", "the name of the tool")
-    return Tool(name, namespace, custom)
+    return Tool(clean(name, f"{where}.name"), namespace, custom)
 
 
 def _offer(found: Tools, where: str, tool: Tool, description: object, parameters: object) -> None:

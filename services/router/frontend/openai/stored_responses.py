@@ -39,6 +39,10 @@ class StoredResponses:
         """Raises Unavailable while no response could be stored."""
         await self._store.check()
 
+    def check_size(self, content: int) -> None:
+        """Raises TooLarge for a response of which already so many bytes are known to be too many to store."""
+        self._store.check_size(content)
+
     async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
         await self._store.put(tenant, response_id, input_items, response)
 
