@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import secrets
 from collections.abc import Collection
@@ -25,11 +26,12 @@ from cluster.state.registry import Registry
 from cluster.supervision.reconcile_plan import role_of
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_process import Event, Started, WorkerProcess
-from tandem.errors import InternalError
+from tandem.errors import InternalError, TandemError, WorkerLost
 from tandem.settings import Settings
 from tandem.tasks import end, failed, forever
 from tandem.telemetry import logs
 
+log = logging.getLogger(__name__)
 NAMESPACE = "tandem"
 
 
@@ -281,12 +283,25 @@ class RayHost:
             except ValueError:  # it died meanwhile
                 continue
         survivors: dict[str, WorkerProcess] = {}
-        worker_ids = await asyncio.gather(*(process.serves_as() for process in processes))
-        for worker_id, process in zip(worker_ids, processes, strict=True):
-            if worker_id == SPARE:  # or it has become a worker without reporting that: prepare() finds out
+        worker_ids = await asyncio.gather(*(self._asked(process) for process in processes))
+        # Those that wait for room last: a worker that serves may have the id for which they were made.
+        for worker_id, process in sorted(zip(worker_ids, processes, strict=True), key=lambda one: not one[1].begun):
+            if not worker_id:
+                continue
+            if worker_id == SPARE:
                 self._prepare(process)
             elif worker_id in survivors:  # it has become a worker without reporting that
                 process.kill()
             else:
                 survivors[worker_id] = process
         return survivors
+
+    async def _asked(self, process: RayWorkerProcess) -> str:
+        """The id of its worker. Empty: it is dead, or does not say."""
+        try:
+            return await process.serves_as()
+        except WorkerLost:
+            return ""
+        except TandemError as error:  # by its name it could be a spare, or a worker's second process, which are killed
+            log.error("%s; it is left alone until the supervisor starts again", error.message)
+            return ""

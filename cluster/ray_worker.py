@@ -19,13 +19,15 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cluster.placement import Needs
+from cluster.ray_nodes import begun
 from cluster.supervision.worker_process import Started
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
 from tandem.tasks import end
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-SERVES_AS_TIMEOUT_S = 5.0  # that a worker may take to report its id
+SERVES_AS_TIMEOUT_S = 5.0  # that a worker may take to report its id, before it is asked again
+SERVES_AS_ASKED = 6  # times
 LAST_STAGES_TIMEOUT_S = 1.0  # that a ready worker may take to report all stages of its start
 PLACED_SOON_S = 10.0  # after which a worker that Ray has not placed is reported
 UNREACHED_PAUSE_S = 1.0  # before a call whose connection broke is repeated
@@ -67,6 +69,7 @@ class RayWorkerProcess:
         self._wanted = wanted
         self._switch: Callable[[], Awaitable[Started]] | None = None  # the last call of switch_role
         self.placed = False  # of a spare: its process runs, and has reported that it is one
+        self.begun = True  # its process runs, as far as is known
         self.node = ""
 
     async def prepare(self) -> None:
@@ -94,15 +97,20 @@ class RayWorkerProcess:
         return await self._with_stages(self._switch, report)
 
     async def serves_as(self) -> str:
-        """The id of its current worker; the actor's name remains that of its first worker. Unchanged if the actor does
-        not answer, because it is loading or dead, which start() will show."""
-        try:
-            async with asyncio.timeout(SERVES_AS_TIMEOUT_S):
-                self._worker_id = await self._call(self._actor.serves_as.remote)
-            self.placed = self._worker_id == SPARE
-        except (TimeoutError, TandemError) as error:
-            log.warning("%s does not report its worker id: %r", self._worker_id, error)
-        return self._worker_id
+        """The id of its current worker; the actor's name remains that of its first worker, which it still is if Ray has
+        not started its process. Raises Unavailable if the process runs and does not answer: nobody knows then."""
+        for _ in range(SERVES_AS_ASKED):
+            try:
+                async with asyncio.timeout(SERVES_AS_TIMEOUT_S):
+                    self._worker_id = await self._call(self._actor.serves_as.remote)
+                self.placed = self._worker_id == SPARE
+                return self._worker_id
+            except TimeoutError:
+                log.warning("the process that began as %s does not report its worker id yet", self._worker_id)
+            self.begun = await begun(self._actor)
+            if not self.begun:
+                return self._worker_id
+        raise Unavailable(f"the process that began as {self._worker_id} does not report its worker id")
 
     async def _with_stages(self, call: Callable[[], Awaitable[Started]], report: Callable[[str], None]) -> Started:
         """The answer; `report` receives the stages meanwhile."""

@@ -17,14 +17,16 @@ import ray
 from ray._private.state import actors
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from cluster import ray_worker
-from cluster.ray_actors import SupervisorActor
+from cluster import ray_actors, ray_nodes, ray_worker
+from cluster.placement import Placement
+from cluster.ray_actors import RayHost, SupervisorActor
 from cluster.ray_runtime import Runtime
 from cluster.ray_worker import RayWorkerProcess, as_tandem_error
 from cluster.state.registry import Registry
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_process import Kind, Started, WorkerProcess
 from tandem.errors import Unavailable, WorkerLost
+from tandem.settings import Settings
 from tandem.tasks import end
 from tests.cluster.test_supervisor import SOON_S, FakeHost, Watch
 
@@ -158,6 +160,62 @@ def test_who_is_not_reached_is_not_called_dead() -> None:
     assert isinstance(as_tandem_error(DEAD, "it"), WorkerLost)
 
 
+class Survivors(RayHost):
+    """Finds these actors, by name."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **names: Actor) -> None:
+        super().__init__(Settings(model="fake", cluster="c"), "fake", Placement("home"))
+        found = {f"tandem-worker-c/{name.replace('_', '-')}/{at}": one for at, (name, one) in enumerate(names.items())}
+        self.killed: list[Any] = []
+        patch.setattr(ray_actors, "_our_actors", lambda prefix: list(found))
+        patch.setattr(ray, "get_actor", lambda name, namespace: found[name])
+        patch.setattr(ray, "kill", self.killed.append)
+        patch.setattr(ray_worker, "SERVES_AS_TIMEOUT_S", 0.05)
+        patch.setattr(ray_worker, "begun", self.begun)
+        self.waits: list[Actor] = []
+
+    async def begun(self, actor: Actor) -> bool:
+        return actor not in self.waits
+
+    async def found(self) -> dict[str, Any]:
+        survivors = await self.survivors()
+        self.keep_spares(0)
+        return {worker_id: process._actor for worker_id, process in survivors.items()}  # type: ignore[attr-defined]
+
+
+async def test_a_survivor_that_does_not_say_what_it_is_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names, the silent ones are a spare and decode-0. Both may serve as other workers by now, and another
+    process may be decode-0, so none of the three may end for that. They are asked again before."""
+    spare, former, worker = (Actor(serves_as=Method(*answers)) for answers in ((), (), ("decode-0",)))
+    host = Survivors(monkeypatch, spare=spare, decode_0=former, decode_1=worker)
+    assert await host.found() == {"decode-0": worker}
+    assert host.killed == []
+    assert len(spare.serves_as.calls) == ray_worker.SERVES_AS_ASKED > 1
+
+
+async def test_control_a_spare_that_says_so_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a spare too many ends, also one whose first answer is late or whose connection breaks, and the second
+    process of one worker. A dead one is no survivor."""
+    late = Actor(serves_as=Method(BROKEN, "spare"))
+    first, second = (Actor(serves_as=Method("decode-0")) for _ in range(2))
+    dead = Actor(serves_as=Method(DEAD))
+    host = Survivors(monkeypatch, spare=late, decode_0=first, decode_1=second, decode_2=dead)
+    assert await host.found() == {"decode-0": first}
+    assert host.killed == [second, late]
+
+
+async def test_a_survivor_without_a_process_is_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that waits for room answers nobody and has never served as anything: the supervisor waits for it instead
+    of asking Ray for another one. Where a process serves as that worker, it is not needed."""
+    waits, needless = Actor(serves_as=Method()), Actor(serves_as=Method())
+    serves = Actor(serves_as=Method("decode-0"))
+    host = Survivors(monkeypatch, decode_0=needless, decode_1=serves, decode_2=waits)
+    host.waits = [waits, needless]
+    assert await host.found() == {"decode-0": serves, "decode-2": waits}
+    assert host.killed == [needless]
+    assert len(waits.serves_as.calls) == 1
+
+
 class Supervising(SupervisorActor):
     """A supervisor that only ends with its owner."""
 
@@ -233,6 +291,15 @@ def cut(port: int) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 found += 1
     return found
+
+
+async def test_ray_knows_which_actors_have_begun(started: None) -> None:
+    """One that waits for a resource has not."""
+    actor: Any = ray.remote(Waits)
+    runs, waits = actor.options(num_cpus=0).remote(), actor.options(num_cpus=0, resources={"nowhere": 1}).remote()
+    await runs.called.remote(0)
+    assert await ray_nodes.begun(runs)
+    assert not await ray_nodes.begun(waits)
 
 
 async def test_rays_own_connections_may_break(started: None) -> None:
