@@ -7,30 +7,31 @@ import importlib
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 import ray._private.node
 import ray._private.worker
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 
 from cluster.autoscaler import Autoscaler
 from cluster.exit_with_parent import exit_with_parent
-from cluster.placement import POOLS, Needs, Placement, both_pools, here, needs
+from cluster.placement import POOLS, Placement, both_pools, here, needs
 from cluster.ray_nodes import Gcs, assigned_gpus, nodes, on_node, where
+from cluster.ray_worker import SPARE, RayWorkerProcess, answer
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
 from cluster.supervision.reconcile_plan import role_of
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_process import Event, Started, WorkerProcess
-from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+from tandem.errors import InternalError, TandemError, WorkerLost
 from tandem.settings import Settings
 from tandem.tasks import end, failed, forever
 from tandem.telemetry import logs
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 NAMESPACE = "tandem"
 
 
@@ -45,30 +46,13 @@ def _our_actors(prefix: str = "") -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _as_tandem_error(error: RayError, who: str) -> TandemError:
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, TandemError):
-            return cause
-        return InternalError(f"{who} failed: {type(cause).__name__}: {cause}")
-    if isinstance(error, RayActorError):
-        return WorkerLost(f"{who}: its process died")
-    return Unavailable(f"{who}: Ray cannot reach it: {error}")
-
-
-log = logging.getLogger(__name__)
-
-
-SERVES_AS_TIMEOUT_S = 5.0  # that a worker may take to report its id
-LAST_STAGES_TIMEOUT_S = 1.0  # that a ready worker may take to report all stages of its start
-SPARE = "spare"  # the id of a process that is not a worker yet
-PLACED_SOON_S = 10.0  # after which a worker that Ray has not placed is reported
 WORKERS_PER_ROLE = 100_000
 """Per role on this machine: the custom resources say where a role may run, not how many workers."""
 
 
 class WorkerActor:
-    """One worker: the process of this actor is the worker's process. A spare becomes the worker that start() names."""
+    """One worker: the process of this actor is the worker's process. A spare becomes the worker that start() names.
+    Each call may be repeated, while it runs, too: its caller may have lost the connection (cluster/ray_worker.py)."""
 
     def __init__(self, worker_id: str, settings: Settings, launcher: str, placement: Placement) -> None:
         exit_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
@@ -199,7 +183,7 @@ class SupervisorActor:
 
     async def _end_with_owner(self) -> None:
         try:
-            await ray.get_actor(self._owner, namespace=NAMESPACE).wait.remote()
+            await answer(ray.get_actor(self._owner, namespace=NAMESPACE).wait.remote)
         except (RayActorError, ValueError):  # its `tandem up` has ended, perhaps while this supervisor was restarted
             await self.stop(self._grace_s)
             ray.kill(ray.get_runtime_context().current_actor)
@@ -299,9 +283,12 @@ class RayHost:
             except ValueError:  # it died meanwhile
                 continue
         survivors: dict[str, WorkerProcess] = {}
-        worker_ids = await asyncio.gather(*(process.serves_as() for process in processes))
-        for worker_id, process in zip(worker_ids, processes, strict=True):
-            if worker_id == SPARE:  # or it has become a worker without reporting that: prepare() finds out
+        worker_ids = await asyncio.gather(*(self._asked(process) for process in processes))
+        # Those that wait for room last: a worker that serves may have the id for which they were made.
+        for worker_id, process in sorted(zip(worker_ids, processes, strict=True), key=lambda one: not one[1].begun):
+            if not worker_id:
+                continue
+            if worker_id == SPARE:
                 self._prepare(process)
             elif worker_id in survivors:  # it has become a worker without reporting that
                 process.kill()
@@ -309,89 +296,12 @@ class RayHost:
                 survivors[worker_id] = process
         return survivors
 
-
-class RayWorkerProcess:
-    """One worker actor, with errors of the tree."""
-
-    def __init__(self, actor: Any, worker_id: str, wanted: Needs | None = None) -> None:
-        """`wanted`: of an actor that Ray may not have placed yet."""
-        self._actor = actor
-        self._worker_id = worker_id
-        self._wanted = wanted
-        self.placed = False  # of a spare: its process runs, and has reported that it is one
-        self.node = ""
-
-    async def prepare(self) -> None:
-        """Raises an error of the tree when this is not a spare, or a dead one."""
+    async def _asked(self, process: RayWorkerProcess) -> str:
+        """The id of its worker. Empty: it is dead, or does not say."""
         try:
-            if not self.placed and (worker_id := await self._call(self._actor.serves_as.remote())) != SPARE:
-                raise InternalError(f"it serves as {worker_id}")
-            self.placed = True
-            self.node = await self._call(self._actor.node.remote())
-            await self._call(self._actor.prepare.remote())
-        except TandemError as error:
-            log.warning("a spare process cannot be used: %s", error)
-            raise
-
-    def become(self, worker_id: str) -> None:
-        """A spare becomes the worker that start() will start."""
-        self._worker_id = worker_id
-
-    async def start(self, report: Callable[[str], None]) -> Started:
-        return await self._with_stages(self._actor.start.remote(self._worker_id), report)
-
-    async def switch_role(self, worker_id: str, grace_s: float, report: Callable[[str], None]) -> Started:
-        self._worker_id = worker_id
-        return await self._with_stages(self._actor.switch_role.remote(worker_id, grace_s), report)
-
-    async def serves_as(self) -> str:
-        """The id of its current worker; the actor's name remains that of its first worker. Unchanged if the actor does
-        not answer, because it is loading or dead, which start() will show."""
-        try:
-            async with asyncio.timeout(SERVES_AS_TIMEOUT_S):
-                self._worker_id = await self._call(self._actor.serves_as.remote())
-            self.placed = self._worker_id == SPARE
-        except (TimeoutError, TandemError) as error:
-            log.warning("%s does not report its worker id: %r", self._worker_id, error)
-        return self._worker_id
-
-    async def _with_stages(self, answer: Awaitable[Started], report: Callable[[str], None]) -> Started:
-        """The answer; `report` receives the stages meanwhile."""
-        follow = asyncio.create_task(self._follow(report), name=f"stages of {self._worker_id}")
-        try:
-            started = await self._call(answer)
-            await asyncio.wait({follow}, timeout=LAST_STAGES_TIMEOUT_S)
-            return started
-        finally:
-            await end(follow)
-
-    async def _follow(self, report: Callable[[str], None]) -> None:
-        reported = 0
-        waiting = f"Ray has not started its process yet; it needs a host with {self._wanted} free"
-        late = asyncio.get_running_loop().call_later(PLACED_SOON_S, report, waiting)
-        try:
-            self.node = await self._call(self._actor.node.remote())
-            late.cancel()
-            while lines := await self._call(self._actor.stages.remote(reported)):
-                for line in lines:
-                    report(line)
-                reported += len(lines)
-        except TandemError:
-            return  # it is dead, and start() raises
-        finally:
-            late.cancel()
-
-    async def wait(self) -> None:
-        await self._call(self._actor.wait.remote())
-
-    async def stop(self, grace_s: float) -> None:
-        await self._call(self._actor.stop.remote(grace_s))
-
-    def kill(self) -> None:
-        ray.kill(self._actor)
-
-    async def _call(self, answer: Awaitable[T]) -> T:
-        try:
-            return await answer
-        except RayError as error:
-            raise _as_tandem_error(error, self._worker_id) from error
+            return await process.serves_as()
+        except WorkerLost:
+            return ""
+        except TandemError as error:  # by its name it could be a spare, or a worker's second process, which are killed
+            log.error("%s; it is left alone until the supervisor starts again", error.message)
+            return ""

@@ -6,13 +6,16 @@ it, so the supervisor asks, and drains the workers there (cluster/supervision/su
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
 from time import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
+from ray._private.state import actors
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2, gcs_pb2
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,6 +24,7 @@ from cluster.placement import Node, nodes_of
 from tandem.errors import Unavailable
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 ENDS_SOON: int = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
 """The other reason, that a node is idle, Ray refuses while it is not."""
@@ -46,6 +50,18 @@ def assigned_gpus() -> list[str]:
     if gpus:  # Ray hides the others unless it was told not to
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return gpus
+
+
+async def begun(actor: Any) -> bool:
+    """False: Ray has not started the actor's process yet, or has not finished its constructor. True as well if Ray's
+    head does not say."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            found = await asyncio.to_thread(actors, actor._actor_id.hex())
+    except Exception as error:  # noqa: BLE001, errors of the connection, which Ray does not export
+        log.warning("Ray's head does not say whether an actor runs: %r", error)
+        return True
+    return found.get("State") not in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 
 
 class Gcs:

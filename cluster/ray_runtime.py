@@ -40,11 +40,11 @@ from cluster.ray_actors import (
     WORKERS_PER_ROLE,
     OwnerActor,
     SupervisorActor,
-    _as_tandem_error,
     _our_actors,
     _worker_prefix,
 )
 from cluster.ray_nodes import on_node, where
+from cluster.ray_worker import as_tandem_error
 from cluster.supervision.reconcile_plan import ROLES
 from cluster.supervision.worker_process import Event
 from tandem.errors import PreconditionFailed, SettingsError, Unavailable
@@ -92,7 +92,7 @@ def _future(answer: Any) -> Future[Any]:
         if error is None:
             ours.set_result(theirs.result())
         else:
-            ours.set_exception(_as_tandem_error(error, "the supervisor") if isinstance(error, RayError) else error)
+            ours.set_exception(as_tandem_error(error, "the supervisor") if isinstance(error, RayError) else error)
 
     answer.future().add_done_callback(copy)
     return ours

@@ -29,6 +29,7 @@ from typing import Any
 import structlog
 from pydantic import TypeAdapter, with_config
 
+from cluster.state import redis_store
 from cluster.state.redis_store import FAILURES, RedisStore, raise_lost_cancel
 from cluster.state.registry_scripts import (
     ACQUIRE_LEASE,
@@ -300,18 +301,21 @@ class Registry:
         while True:
             try:
                 async with self._store.client.pubsub() as channel:
-                    await channel.subscribe(f"{self._prefix}:changed")
+                    # Bounded: both may connect, and redis-py waits for the answer to AUTH without a limit.
+                    async with asyncio.timeout(redis_store.CALL_TIMEOUT_S):
+                        await channel.subscribe(f"{self._prefix}:changed")
                     while True:
-                        message = await channel.get_message(ignore_subscribe_messages=True, timeout=every_s)
-                        raise_lost_cancel()
-                        if message is not None:
-                            await asyncio.sleep(COALESCE_S)
-                            while await channel.get_message(ignore_subscribe_messages=True, timeout=0.0) is not None:
-                                raise_lost_cancel()
+                        async with asyncio.timeout(every_s + redis_store.CALL_TIMEOUT_S):
+                            message = await channel.get_message(ignore_subscribe_messages=True, timeout=every_s)
+                            raise_lost_cancel()
+                            if message is not None:
+                                await asyncio.sleep(COALESCE_S)
+                                while await channel.get_message(ignore_subscribe_messages=True, timeout=0.0):
+                                    raise_lost_cancel()
                         yield None
-            except FAILURES as error:
+            except (*FAILURES, TimeoutError) as error:
                 raise_lost_cancel()
-                log.warning("registry.lost", error=str(error))
+                log.warning("registry.lost", error=str(error) or "no answer in time")
                 await asyncio.sleep(min(every_s, RECONNECT_S))  # one that restarted empty is filled soon
                 yield None
 

@@ -13,6 +13,7 @@ import redis.asyncio as redis
 from structlog.testing import capture_logs
 
 from cluster.state import heartbeat as heartbeats
+from cluster.state import redis_store
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import SCALING_TTL_S, RecordReader, Registry, State, WorkerRecord
@@ -266,6 +267,32 @@ async def test_changes_survive_a_restart_of_the_server(valkey: EmbeddedValkey, r
 
 
 # ---- whose record it is
+
+
+async def test_changes_go_on_where_a_server_accepts_and_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts connections and answers nothing, such as one whose host hangs, ends no reader: it is told
+    to look again, so that it notices the loss, and connects again."""
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 0.1)
+    connected = 0
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connected
+        connected += 1
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    registry = Registry(f"redis://:secret@127.0.0.1:{port}", "test", ttl_s=60.0)
+    async with asyncio.timeout(SOON_S):
+        yields = 0
+        async for _ in registry.changes(every_s=0.1):
+            yields += 1
+            if yields == 4:
+                break
+    assert connected >= 2
+    await registry.close()
+    server.close()
 
 
 async def test_a_life_withdraws_its_own_record_only(registry: Registry) -> None:

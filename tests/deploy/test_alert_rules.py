@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.chart import render
 from tests.deploy.test_signals import rules
 
 PROMTOOL = shutil.which("promtool")
@@ -54,6 +55,15 @@ def histogram(name: str, edge: str, total: float, good: float, minutes: int) -> 
     ]
 
 
+def models(pool: str, name: str, more: str = "", **values: float | tuple[float, ...]) -> list[dict[str, str]]:
+    """A gauge for each worker of each model."""
+    found = []
+    for model, value in values.items():
+        of_each = value if isinstance(value, tuple) else (value,)
+        found += of(pool, name, *of_each, more=f'{more},model="{model}"')
+    return found
+
+
 def of(pool: str, name: str, *values: float | str, more: str = "") -> list[dict[str, str]]:
     """A gauge for each worker."""
     return [
@@ -78,10 +88,11 @@ class Case:
     windows: tuple[str, ...] | None  # of an error budget, those that fire; () or None: none
     fires: bool = False
     at: str = "1h"
+    model: str = ""  # that the alert names
 
 
-def case(alert: str, what: str, given: list[dict[str, str]], fires: bool) -> Case:
-    return Case(alert, what, given, None, fires)
+def case(alert: str, what: str, given: list[dict[str, str]], fires: bool, model: str = "") -> Case:
+    return Case(alert, what, given, None, fires, model=model)
 
 
 def burn(alert: str, what: str, given: list[dict[str, str]], *windows: str) -> Case:
@@ -94,6 +105,31 @@ CASES = [
     case("TandemNoDecodeWorker", "none is ready", of("decode", "tandem_worker_state", 0, 0, more=READY), True),
     case("TandemNoDecodeWorker", "none is there", of("prefill", "tandem_worker_state", 1, more=READY), True),
     case("TandemNoDecodeWorker", "one of two", of("decode", "tandem_worker_state", 0, 1, more=READY), False),
+    case(
+        "TandemNoDecodeWorker", "none of one of two models",
+        models("decode", "tandem_worker_state", READY, chat=(0, 0), small=(1, 1)), True, "chat",
+    ),
+    case(
+        "TandemNoDecodeWorker", "one of each model",
+        models("decode", "tandem_worker_state", READY, chat=(0, 1), small=1), False,
+    ),
+    case(
+        "TandemNoPrefillWorker", "none of one of two models",
+        models("prefill", "tandem_worker_state", READY, chat=1, small=0), True, "small",
+    ),
+    *(
+        case(alert, "one of two models", models(pool, name, chat=(high, high), small=(0, 0, 0)), True, "chat")
+        for alert, pool, name, high in (
+            ("TandemPrefillBacklog", "prefill", "tandem_prefill_backlog_seconds", 20.0),
+            ("TandemKvFull", "decode", "tandem_kv_cache_usage_ratio", 0.99),
+            ("TandemPlacesFull", "decode", "tandem_places_usage_ratio", 1.0),
+        )
+    ),
+    case(
+        "TandemQueue", "half of one of two models",
+        models("router", "tandem_queue_depth", chat=30, small=0)
+        + models("router", "tandem_inflight_requests", chat=40, small=400), True, "chat",
+    ),
     case("TandemNoPrefillWorker", "none is ready", of("prefill", "tandem_worker_state", 0, more=READY), True),
     case("TandemNoPrefillWorker", "one", of("prefill", "tandem_worker_state", 1, more=READY), False),
     case("TandemPrefillBacklog", "on average", of("prefill", "tandem_prefill_backlog_seconds", 4, 30), True),
@@ -181,7 +217,8 @@ def expected(one: Case, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wanted = [rule for rule in known if rule["alert"] == one.alert]
     if one.windows is not None:
         wanted = [rule for rule in wanted if rule["labels"]["window"] in one.windows]
-    return [{"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]} for rule in wanted]
+    model = {"model": one.model} if one.model else {}
+    return [{"exp_labels": rule["labels"] | model, "exp_annotations": rule["annotations"]} for rule in wanted]
 
 
 def written(folder: Path, cases: list[Case], known: list[dict[str, Any]]) -> list[Path]:
@@ -229,6 +266,27 @@ def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(tmp_path: Pa
     done = promtool("test", "rules", *written(tmp_path, CASES, known_rules()))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert promtool("check", "rules", *tmp_path.glob("*.rules.yaml")).returncode == 0
+
+
+def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
+    """Of several models one may have no pod at all, such as one that no node has room for. A model without a prefill
+    pool misses none, and names are those that the model is served as."""
+    small = {"name": "small", "settings": {"model": "s", "served_model_name": "little,tiny"}}
+    alone = {"name": "alone", "settings": {"model": "a"}, "pools": {"prefill": {"replicas": 0}}}
+    chat = {"name": "chat", "settings": {"model": "c"}}
+    documents = render({"settings": {}, "models": [chat, small, alone], "prometheus": {"rules": True}})
+    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+    known = rule["spec"]["groups"][0]["rules"]
+    cases = []
+    for alert, pool, others in (
+        ("TandemNoDecodeWorker", "decode", {"chat": 1, "alone": 1}),
+        ("TandemNoPrefillWorker", "prefill", {"chat": 1}),
+    ):
+        there = models(pool, "tandem_worker_state", READY, **others)
+        all_there = models(pool, "tandem_worker_state", READY, **others, little=1)
+        cases += [case(alert, "all", all_there, False), case(alert, "one is gone", there, True, "little")]
+    done = promtool("test", "rules", *written(tmp_path, cases, known))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull"])

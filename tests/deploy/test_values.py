@@ -409,3 +409,32 @@ def test_the_schemas_know_what_is_wrong() -> None:
             valid([wrong])
         del spoil["replicaz"]
     assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["orchestrator"] == "kubernetes"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_cache": {"job": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}}},
+        {"model_cache": {"job": {"podLabels": {"team": "a"}}}},
+        {"model_cache": {"claim": "other"}},
+        {"image": {"pullSecrets": ["p"]}},
+        {"podSecurityContext": {"fsGroup": 7}},
+    ],
+    ids=str,
+)
+def test_a_job_whose_pod_changes_is_another_job(change: Values) -> None:
+    """Kubernetes refuses to change the pod of a Job that exists, so a `helm upgrade` that does must name another one.
+    The control: an upgrade that changes nothing of the pod keeps the Job."""
+
+    def job(*changes: Values) -> Document:
+        values = example("rdma")
+        for change in changes:
+            values = merged(values, change)
+        (found,) = [one for one in render(values) if one["kind"] == "Job"]
+        return found
+
+    old, same, new = job(), job({"pools": {"decode": {"replicas": 3}}}), job(change)
+    assert old["metadata"]["name"] == same["metadata"]["name"]
+    assert old["spec"]["template"] == same["spec"]["template"]
+    assert old["spec"]["template"] != new["spec"]["template"]
+    assert old["metadata"]["name"] != new["metadata"]["name"]

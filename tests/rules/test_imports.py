@@ -171,6 +171,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             ("local_cluster", "kuberay"),
             ("ray_runtime",),
             ("ray_actors", "local_ray"),
+            ("ray_worker",),
             ("supervision", "autoscaler", "ray_nodes"),
         ),
         *(
@@ -214,6 +215,7 @@ ONLY_IN = {
         "cluster/ray_actors.py",
         "cluster/ray_nodes.py",
         "cluster/ray_runtime.py",
+        "cluster/ray_worker.py",
     ],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],

@@ -31,7 +31,7 @@ AWAITED = {
     ("cluster/ray_actors.py", "switch_role"),  # likewise
     ("cluster/ray_actors.py", "run"),  # itself
     ("cluster/ray_actors.py", "_prepare"),  # whoever takes a spare or counts them
-    ("cluster/ray_actors.py", "_with_stages"),  # itself
+    ("cluster/ray_worker.py", "_with_stages"),  # itself
     ("kvtransfer/backends/nixl_transport.py", "connect"),  # every caller
     ("kvtransfer/backends/nccl/transport.py", "_begin"),  # every connect and read, by the end of the link
     ("kvtransfer/backends/nccl/transport.py", "_talk"),  # itself

@@ -77,9 +77,7 @@ metadata:
   name: {{ $name }}
   labels: {{- include "tandem.labels" . | nindent 4 }}
 spec:
-  {{- if eq .of.autoscaling.kind "none" }}
-  replicas: {{ .of.replicas }}
-  {{- end }}
+  {{- include "tandem.replicas" (dict "root" .root "name" $name "of" .of) | nindent 2 }}
   # A pod may be loading for startup_s after its model has been fetched.
   progressDeadlineSeconds: {{ add .of.startup_s 600 }}
   strategy:
@@ -132,6 +130,19 @@ spec:
 {{- range $component, $pool := .Values.pools }}
 ---
 {{ include "tandem.pool" (dict "root" $ "component" $component "of" $pool) }}
+{{- end }}
+{{- end }}
+
+{{- /* (root, name, of: replicas and autoscaling): the size of this Deployment. A scaler's is that of the live one: where the
+last revision had `replicas` and this one had none, Helm would remove it, and Kubernetes makes that 1. */}}
+{{- define "tandem.replicas" -}}
+{{- $live := (lookup "apps/v1" "Deployment" .root.Release.Namespace .name).spec | default dict }}
+{{- if eq .of.autoscaling.kind "none" -}}
+replicas: {{ .of.replicas }}
+{{- else if hasKey $live "replicas" -}}
+replicas: {{ $live.replicas }}
+{{- else -}}
+# replicas: of its scaler
 {{- end }}
 {{- end }}
 

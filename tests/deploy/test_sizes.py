@@ -1,0 +1,59 @@
+"""The size of a Deployment that has a scaler, in an upgrade of a release that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.deploy.chart import NAME, Document, example, render
+from tests.deploy.live import render_over
+from tests.deploy.test_chart import named
+from tests.deploy.test_values import merged
+
+Values = dict[str, Any]
+SIZES = {"router": 5, "prefill": 7, "decode": 0}
+HPA = {"autoscaling": {"kind": "hpa", "min": 1, "max": 8}}
+SCALED = {"router": HPA, "pools": {"prefill": HPA, "decode": HPA}}
+
+
+def base(of: str) -> Values:
+    values = example("laptop") | {"orchestrator": of}
+    return {name: value for name, value in values.items() if name != "secret"}
+
+
+def deployment(component: str, size: int) -> Document:
+    about = {"name": f"{NAME}-tandem-{component}"}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": {"replicas": size}}
+
+
+def sizes(documents: list[Document]) -> dict[str, int | None]:
+    return {name: named(documents, "Deployment", f"-{name}")["spec"].get("replicas") for name in SIZES}
+
+
+@pytest.mark.parametrize("of", ["kubernetes", "ray"])
+def test_a_running_pool_keeps_its_size_when_it_gets_a_scaler(of: str) -> None:
+    """Without `replicas` Helm would remove what the last revision had, and Kubernetes take that as 1: all workers but
+    one would drain. So an upgrade renders the live size, 0 included; without a live object there is none, and without a
+    scaler it is that of the values."""
+    values = merged(base(of), SCALED)
+    documents = render(values)
+    live = [deployment(name, size) for name, size in SIZES.items()]
+    assert sizes(render_over(values, documents, live)) == SIZES
+    assert sizes(render_over(values, documents, live[:1])) == {"router": 5, "prefill": None, "decode": None}
+    assert set(sizes(documents).values()) == {None}
+    asked = {"router": {"replicas": 2}, "pools": {"prefill": {"replicas": 3}, "decode": {"replicas": 4}}}
+    fixed = merged(base(of), asked)
+    assert sizes(render_over(fixed, render(fixed), live)) == {"router": 2, "prefill": 3, "decode": 4}
+
+
+def test_a_group_of_nodes_without_nodes_stays_so() -> None:
+    """Ray's autoscaler sizes the groups, and a size of 0 is one: an upgrade does not start nodes that nobody needs. A
+    group that is new has the size of the values."""
+    values = merged(base("ray"), {"pools": {"prefill": {"replicas": 3}, "decode": {"replicas": 2}}})
+    groups = [{"groupName": "prefill", "replicas": 0}]
+    about = {"name": f"{NAME}-tandem"}
+    live = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": about, "spec": {"workerGroupSpecs": groups}}
+    documents = render_over(values, render(values), [live])
+    rendered = named(documents, "RayCluster", "")["spec"]["workerGroupSpecs"]
+    assert {group["groupName"]: group["replicas"] for group in rendered} == {"prefill": 0, "decode": 2}
