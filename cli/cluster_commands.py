@@ -71,7 +71,7 @@ def up(
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
     ] = None,
-    transport: Annotated[str | None, typer.Option(help="What moves KV: nixl or nccl. [default: nixl]")] = None,
+    transport: Annotated[str | None, typer.Option(help="What moves KV: nixl, nccl or auto. [default: nixl]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
     tp: Annotated[int | None, typer.Option(help="Processes that serve one copy of the model. [default: 1]")] = None,
     prefill_tp: Annotated[int | None, typer.Option(help="Likewise in the prefill pool. [default: --tp]")] = None,

@@ -139,7 +139,7 @@ class Settings(BaseSettings):
     bfloat16 is faster there, but without the compiled operators only float32 resumes a stream token for token."""
     weights: Literal["checkpoint", "bf16", "int8", "int4", "fp8"] = "checkpoint"
     """The format to which the weights of products are rounded at load; checkpoint: no rounding, they are as in the
-    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. Not yet run on a GPU."""
+    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. On a GPU only the products themselves have run."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The type in which K and V are stored and moved. auto: the model's dtype. int8 and fp8 take about half the bytes
     of bfloat16, scales included, and round. Where pools differ, decode workers convert."""
@@ -147,7 +147,8 @@ class Settings(BaseSettings):
     """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
     on its processor. Workers on different processors produce the same bits if all are given one order that all support;
     it may be a slower one. `tile32` and `pairs` need AVX512_BF16, `chain16` AVX-512, `chain8` AVX2, and the operators
-    compiled for it (`python -m engine.kernels.build --level`; images have them all). Recurrent layers have none."""
+    compiled for it (`python -m engine.kernels.build --level`; images have them all). Most recurrent layers have one too; a model
+    that has none is refused."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
     host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in
@@ -176,8 +177,8 @@ class Settings(BaseSettings):
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
     """Maximum number of sequences in progress on one worker."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
-    """Token budget of one step; prompts longer than this are computed in chunks. Absent: 512, on CUDA 8192 (not yet run
-    on a GPU), and never less than `max_num_seqs`."""
+    """Token budget of one step; prompts longer than this are computed in chunks. Absent: 512, on CUDA 8192, and never
+    less than `max_num_seqs`."""
     stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
     """The longest step with both prompts and streams, as a multiple of a step of one stream alone. Absent: with
     `slo_tpot_s`, 2 or half of that objective, whichever is longer; otherwise 2 with prefill workers, and 8 without,

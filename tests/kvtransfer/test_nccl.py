@@ -217,7 +217,7 @@ async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
 async def test_a_read_that_is_cancelled_twice_leaves_no_later_batch(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second cancellation ends the wait for the batch that is being written; those behind it were given up before."""
+    """The second cancellation ends the wait for the batch that is being written; the others were given up before."""
     began, go = threading.Event(), threading.Event()
     scatter = nccl.Pages.scatter
 
