@@ -20,11 +20,12 @@ from tandem.tasks import end
 from tests.cluster.test_supervisor import FakeHost, Watch
 
 SHORT_S = 2.0
+KEPT_S = 4.0  # of a lease that has to be renewed in time, on a machine that others use
 
 
 async def test_a_second_supervisor_is_refused_by_name(registry: Registry) -> None:
     """A second supervisor is refused while the first one renews its lease; the error names the setting."""
-    first, second = Lease(registry, "one", SHORT_S), Lease(registry, "two", SHORT_S)
+    first, second = Lease(registry, "one", KEPT_S), Lease(registry, "two", KEPT_S)
     await first.take()
     keeping = asyncio.create_task(first.keep())
     with pytest.raises(PreconditionFailed, match="'test' has a supervisor") as refused:
@@ -81,7 +82,7 @@ async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: R
     await registry.set_wanted({"decode": 1})
     hosts = [FakeHost(), FakeHost()]
     first, second = (
-        Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, run, SHORT_S))
+        Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, run, KEPT_S))
         for host, run in zip(hosts, ("one", "two"), strict=True)
     )
     running = asyncio.create_task(first.run())
@@ -129,8 +130,8 @@ async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
     valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second cluster is refused before it writes wanted sizes, which the first one would follow."""
-    monkeypatch.setattr(lease, "SUPERVISOR_LEASE_S", SHORT_S)
-    first = Lease(registry, "one", SHORT_S)
+    monkeypatch.setattr(lease, "SUPERVISOR_LEASE_S", KEPT_S)
+    first = Lease(registry, "one", KEPT_S)
     await first.take()
     keeping = asyncio.create_task(first.keep())
     await registry.set_wanted({"decode": 3})

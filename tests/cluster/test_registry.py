@@ -23,7 +23,7 @@ from tandem.tasks import end
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
 RECORD_JSON = json.dumps(asdict(RECORD))
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 async def workers_once(registry: Registry, wanted: int) -> list[WorkerRecord]:
@@ -100,7 +100,7 @@ async def test_a_worker_that_stops_beating_is_forgotten(valkey: EmbeddedValkey, 
 
 async def test_a_heartbeat_outlives_the_ttl_and_withdraws_at_the_end(valkey: EmbeddedValkey) -> None:
     """A record is kept while its worker beats, and gone at once when it stops."""
-    registry = Registry(valkey.url, "test", ttl_s=1.0)
+    registry = Registry(valkey.url, "test", ttl_s=3.0)
     heartbeat = Heartbeat(registry, lambda: RECORD, interval_s=0.05)
     await heartbeat.start()
     first = (await registry.workers())[0].beat

@@ -187,10 +187,10 @@ async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(regist
 async def test_a_start_that_makes_progress_may_take_longer(registry: Registry) -> None:
     """Every stage has the same time limit again."""
     host = FakeHost(slow=("decode-0",))
-    async with supervised(host, registry, start_s=2.0, decode=1) as (_, watch):
+    async with supervised(host, registry, start_s=4.0, decode=1) as (_, watch):
         await watch.until(Kind.LOADING, "decode-0")
         process = host.processes["decode-0"]
-        for stage in range(6):
+        for stage in range(11):
             await asyncio.sleep(0.4)
             process.report(f"stage {stage}")
         process.loaded.set()

@@ -175,7 +175,7 @@ def when(client: Client, wanted: dict[str, str]) -> None:
     wait_until(lambda: found() == wanted, SOON_S, found)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, folder: Path) -> None:
     """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` adds workers. The
     head and the driver are lost in the middle of a stream and come back: no token is lost, and no worker restarts.
@@ -247,7 +247,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder: Path) -> None:
     """Two supervisors share a Ray. Each starts its worker where a node offers its model's pool, and routers find both
     by their models; `tandem scale` of one model does not change the other."""

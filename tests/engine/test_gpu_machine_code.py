@@ -43,7 +43,7 @@ def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

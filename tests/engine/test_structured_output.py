@@ -583,7 +583,7 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
 
     class Held(Matcher):
         def fill(self, *arguments: Any) -> None:
-            assert go.wait(60)
+            assert go.wait(600)
             fill.fill(*arguments)
 
     one.matcher = Held(one.grammar, one.stop_ids)
@@ -630,7 +630,7 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     go.set()
     masks.end()
     for thread in masks.left_behind.threads:
-        thread.join(60)
+        thread.join(600)
     assert masks.left_behind.count("slow") == 0
 
 
@@ -662,7 +662,7 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
         left = masks.thread()
         go.set()
         leave(tenant)
-        left.join(60)  # it does all that it would do
+        left.join(600)  # it does all that it would do
 
     monkeypatch.setattr(masks, "leave", leave_late)
     choices = choose(torch.zeros(2, VOCAB), [slow, good], masks.begin([slow, good], VOCAB))
@@ -712,19 +712,19 @@ def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
     """A grammar that takes too long is refused, at once when it comes again; the next one is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
     hostile = GrammarSpec("regex", "(a*)*(a*)*(a|b)*(a|aa)*" * 70)  # 1.6 s on a Zen 4
-    first = grammars.compile(GrammarSpec("regex", "a+")).result(60)
+    first = grammars.compile(GrammarSpec("regex", "a+")).result(600)
     assert grammars.compile(GrammarSpec("regex", "a+")).result(0) is first, "from the cache"
     monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 0.05)
     with pytest.raises(InvalidRequest) as caught:
-        grammars.compile(hostile).result(60)
+        grammars.compile(hostile).result(600)
     assert (caught.value.reason, caught.value.field) == ("GRAMMAR_TOO_COMPLEX", "sampling.grammar.regex")
     monkeypatch.setattr(grammars, "_bounded", lambda *_: pytest.fail("it was compiled again"))
     with pytest.raises(InvalidRequest):
-        grammars.compile(hostile).result(60)
+        grammars.compile(hostile).result(600)
     monkeypatch.undo()
-    assert grammars.compile(GrammarSpec("regex", "b+")).result(60) is not first
+    assert grammars.compile(GrammarSpec("regex", "b+")).result(600) is not first
     for thread in grammars.left_behind.threads:
-        thread.join(60)
+        thread.join(600)
 
 
 class Slow:
@@ -749,14 +749,14 @@ def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest
     monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 600.0)
     monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 0.01)
     slow_ones = [grammars.compile(GrammarSpec("regex", text)) for text in ("A", "B", "A", "C")]
-    assert grammars.compile(GrammarSpec("regex", "d")).result(60)
+    assert grammars.compile(GrammarSpec("regex", "d")).result(600)
     assert not any(one.done() for one in slow_ones)
     fourth, later = grammars.compile(GrammarSpec("regex", "E")), grammars.compile(GrammarSpec("regex", "f"))
     with pytest.raises(TimeoutError):
         later.result(0.3)
     slow.go.set()
-    assert slow_ones[0].result(60) is slow_ones[2].result(60)
-    assert all(one.result(60) for one in (*slow_ones, fourth, later))
+    assert slow_ones[0].result(600) is slow_ones[2].result(600)
+    assert all(one.result(600) for one in (*slow_ones, fourth, later))
     assert sorted(slow.begun) == ["A", "B", "C", "E", "d", "f"]
     slow.go.clear()
     monkeypatch.setattr(grammars_module, "QUICK_CPU_S", 600.0)
@@ -764,15 +764,15 @@ def test_grammars_that_are_slow_to_compile_hold_up_no_others(monkeypatch: pytest
     with pytest.raises(TimeoutError):
         after.result(0.3)
     slow.go.set()
-    assert alone.result(60)
-    assert after.result(60)
+    assert alone.result(600)
+    assert after.result(600)
 
 
 def test_a_tenant_whose_grammars_are_compiled_has_no_threads() -> None:
     """A worker serves more tenants than it should have threads for."""
     grammars, before = Grammars(DEMO, 2048, [0]), set(threading.enumerate())
     for tenant in range(8):
-        grammars.compile(GrammarSpec("regex", f"[a-{'bcdefghi'[tenant]}]+"), f"tenant-{tenant}").result(60)
+        grammars.compile(GrammarSpec("regex", f"[a-{'bcdefghi'[tenant]}]+"), f"tenant-{tenant}").result(600)
     wait_until(lambda: not {*threading.enumerate()} - before, 10, lambda: grammars._lines)
 
 
@@ -790,24 +790,24 @@ def test_a_tenant_s_grammars_hold_up_no_other_tenant(
     behind = grammars.compile(GrammarSpec("regex", "d"), "slow")
     with pytest.raises(TimeoutError):
         behind.result(0.3)
-    assert grammars.compile(GrammarSpec("regex", "e"), "other").result(60)
+    assert grammars.compile(GrammarSpec("regex", "e"), "other").result(600)
     shared = grammars.compile(GrammarSpec("regex", "A"), "other")
     slow.go.set()
-    assert all(one.result(60) for one in (*slow_ones, behind))
-    assert shared.result(60) is slow_ones[0].result(0)
+    assert all(one.result(600) for one in (*slow_ones, behind))
+    assert shared.result(600) is slow_ones[0].result(0)
     assert sorted(slow.begun) == ["A", "B", "C", "E", "d", "e"]
     slow.go.clear()
     monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 0.02)
     for text in ("X", "Y", "Z"):
         with pytest.raises(InvalidRequest, match="too long to compile"):
-            grammars.compile(GrammarSpec("regex", text), "slow").result(60)
+            grammars.compile(GrammarSpec("regex", text), "slow").result(600)
     with pytest.raises(Busy, match="of this tenant"):
-        grammars.compile(GrammarSpec("regex", "x"), "slow").result(60)
+        grammars.compile(GrammarSpec("regex", "x"), "slow").result(600)
     monkeypatch.setattr(grammars_module, "COMPILE_CPU_S", 600.0)
-    assert grammars.compile(GrammarSpec("regex", "x"), "other").result(60)
+    assert grammars.compile(GrammarSpec("regex", "x"), "other").result(600)
     slow.go.set()
     for thread in grammars.left_behind.threads:
-        thread.join(60)
+        thread.join(600)
 
 
 def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -815,9 +815,9 @@ def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytes
     grammars = Grammars(DEMO, 2048, [0])
     monkeypatch.setattr(grammars_module, "compile_spec", lambda *_: [][1])
     with pytest.raises(IndexError):
-        grammars.compile(GrammarSpec("regex", "a")).result(20)
+        grammars.compile(GrammarSpec("regex", "a")).result(600)
     monkeypatch.undo()
-    assert grammars.compile(GrammarSpec("regex", "a")).result(20)
+    assert grammars.compile(GrammarSpec("regex", "a")).result(600)
 
 
 def test_bad_grammars_name_their_field() -> None:
@@ -831,7 +831,7 @@ def test_bad_grammars_name_their_field() -> None:
         ("json_schema", "{"),
     ]:
         with pytest.raises(InvalidRequest) as caught:
-            grammars.compile(GrammarSpec(kind, text)).result(60)
+            grammars.compile(GrammarSpec(kind, text)).result(600)
         assert caught.value.field == f"sampling.grammar.{kind}"
         assert ".cc:" not in caught.value.message
 
@@ -841,25 +841,25 @@ def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch
     grammars = Grammars(DEMO, 2048, [0])
     monkeypatch.setattr(grammars_module, "MAX_GRAMMAR_BYTES", 100)
     with pytest.raises(InvalidRequest, match="bytes"):
-        grammars.compile(GrammarSpec("regex", "abc")).result(60)
+        grammars.compile(GrammarSpec("regex", "abc")).result(600)
     monkeypatch.setattr(grammars.left_behind, "count", lambda _: 3)
     with pytest.raises(Busy):
-        grammars.compile(GrammarSpec("regex", "abcd")).result(60)
+        grammars.compile(GrammarSpec("regex", "abcd")).result(600)
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used grammar is evicted first."""
     grammars = Grammars(DEMO, 2048, [0])
     specs = [GrammarSpec("regex", f"{letter}+") for letter in "abc"]
-    a = grammars.compile(specs[0]).result(60)
-    b = grammars.compile(specs[1]).result(60)
-    c = Grammars(DEMO, 2048, [0]).compile(specs[2]).result(60)
+    a = grammars.compile(specs[0]).result(600)
+    b = grammars.compile(specs[1]).result(600)
+    c = Grammars(DEMO, 2048, [0]).compile(specs[2]).result(600)
     limit = a.memory_size_bytes + max(b.memory_size_bytes, c.memory_size_bytes)
     monkeypatch.setattr(grammars_module, "CACHE_BYTES", limit)
-    assert grammars.compile(specs[0]).result(60) is a
-    grammars.compile(specs[2]).result(60)
-    assert grammars.compile(specs[0]).result(60) is a
-    assert grammars.compile(specs[1]).result(60) is not b
+    assert grammars.compile(specs[0]).result(600) is a
+    grammars.compile(specs[2]).result(600)
+    assert grammars.compile(specs[0]).result(600) is a
+    assert grammars.compile(specs[1]).result(600) is not b
 
 
 # ---- the vocabulary

@@ -270,7 +270,7 @@ def bits(processes: list[subprocess.Popen[str]]) -> tuple[list[list[str]], list[
         assert each.stdin is not None
         each.stdin.write("\n")
         each.stdin.flush()
-    return ready, [each.communicate(timeout=120)[0].split() for each in processes]
+    return ready, [each.communicate(timeout=600)[0].split() for each in processes]
 
 
 @pytest.fixture(scope="module")

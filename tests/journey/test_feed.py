@@ -15,6 +15,7 @@ import services.decode.stream_mux
 import services.router.execution.completion
 import services.router.execution.stream_mux
 from services.grpc_server import Channels
+from services.router.routing import request_scheduler
 from tandem.errors import InternalError, InvalidRequest, Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.v1 import decode_pb2, decode_pb2_grpc
@@ -170,6 +171,7 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
     """Control: the same loss with the check off gives another answer, with status OK."""
     prompt = oracle.prompts(tiny, [30])[0]
     dropping(monkeypatch, lambda event: event.tokens.position > 32)
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)
     monkeypatch.setattr(services.router.execution.completion, "_check_position", lambda *_: None)
     async with inside() as cluster:
         slow_down(cluster.workers["decode-0"])
@@ -177,9 +179,10 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
         assert done.token_ids != oracle.greedy(tiny, prompt, NEW)
 
 
-async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> None:
+async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a shared stream with two streams ends, both continue elsewhere with the same tokens, and nothing stays
     held."""
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)  # the only worker is used again
     prompts = oracle.prompts(tiny, [30, 40])
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]

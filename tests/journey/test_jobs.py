@@ -43,7 +43,7 @@ from tests.support.waiting import until
 NEW = 48
 # Of routers that start later; they look for jobs three times in it. The first one has the product's own, so that a busy
 # machine does not let it lapse before the router is lost.
-NEXT_LEASE_S = 1.2
+NEXT_LEASE_S = 3.0
 
 
 async def read(client: AsyncClient, job_id: str, from_token: int = 0) -> list[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,17 @@ STEP_S = 0.05  # until the fault: no worker finishes within 10 s
 SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 
 
-def options(index: int, new: int) -> dict[str, Any]:
+def options(index: int, new: int, salt: str = "") -> dict[str, Any]:
     """Half of the streams are greedy, half sampled."""
-    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": index}
-    return {"max_tokens": new, "ignore_eos": True, "timeout": 100, **(sampled if index % 2 else {"temperature": 0.0})}
+    how = {"temperature": 0.9, "top_p": 0.95, "seed": index} if index % 2 else {"temperature": 0.0}
+    return {"max_tokens": new, "ignore_eos": True, "timeout": 100, "cache_salt": salt, **how}
 
 
 async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]]) -> None:
+    salt = secrets.token_hex(8)
+
     async def one(index: int) -> None:
-        async for piece in client.stream(prompts[index], **options(index, NEW)):
+        async for piece in client.stream(prompts[index], **options(index, NEW, salt)):
             into[index].append(piece)
 
     await asyncio.gather(*(one(index) for index in range(len(prompts))))
@@ -76,10 +81,27 @@ def sixteen(tiny: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> list[list[int]]:
+def shared(tiny: Path) -> Iterator[LocalCluster]:
+    """With two decode workers. The tests of it have no KV in common: each has a cache salt of its own."""
+    with LocalCluster(tiny, decode=2, step_s=STEP_S, **SIZES) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def two(shared: LocalCluster, plain: list[list[int]]) -> LocalCluster:
+    """As it began, with the worker that an earlier test has ended."""
+    if shared.processes["decode-0"].popen.poll() is not None:
+        shared.start_worker("decode-0")
+        wait_until(lambda: len(shared.ready()) == 3, explain=shared.ready)
+    shared.slow_again()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def plain(shared: LocalCluster, tiny: Path) -> list[list[int]]:
     """The tokens of these streams without faults and without drafts."""
-    with LocalCluster(tiny, **SIZES) as cluster:
-        tokens = asyncio.run(undisturbed(cluster, sixteen(tiny)))
+    shared.hurry()
+    tokens = asyncio.run(undisturbed(shared, sixteen(tiny)))
     assert tokens[0] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
     return tokens
 
@@ -99,10 +121,12 @@ def names(receipt: Any, worker: str) -> bool:
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
-async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[int]], decodes: int) -> None:
+async def test_the_decode_worker_dies_mid_stream(
+    tiny: Path, plain: list[list[int]], two: LocalCluster, decodes: int
+) -> None:
     """With a second decode worker, or with none until the dead one is back, no token is lost and none repeated."""
     prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=decodes, step_s=STEP_S, **SIZES) as cluster:
+    with nullcontext(two) if decodes == 2 else LocalCluster(tiny, step_s=STEP_S, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
@@ -150,23 +174,24 @@ async def test_the_decode_worker_dies_while_streams_speculate(
 
 
 @pytest.mark.parametrize("gone", ["drained", "frozen"])
-async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[int]], gone: str) -> None:
+async def test_the_decode_worker_leaves_mid_stream(
+    tiny: Path, plain: list[list[int]], two: LocalCluster, gone: str
+) -> None:
     """If a drain's grace period ends, or the worker freezes, its streams continue elsewhere within seconds, and none
     waits for its deadline."""
-    prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=2, step_s=STEP_S, **SIZES) as cluster:
-        client = AsyncClient(cluster.target)
-        pieces: list[list[Any]] = [[] for _ in prompts]
-        running = asyncio.create_task(run_all(client, prompts, pieces))
-        await reached(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
-        victim, start = cluster.processes["decode-0"], time.monotonic()
+    prompts, expected, client = sixteen(tiny), plain, AsyncClient(two.target)
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    running = asyncio.create_task(run_all(client, prompts, pieces))
+    await reached(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
+    victim, start = two.processes["decode-0"], time.monotonic()
+    try:
         if gone == "drained":
             drained = await client.drain("decode-0", grace=0.01)
             assert drained.cut > 0
             assert await asyncio.to_thread(victim.popen.wait, 20) == 0
         else:
             victim.signal(signal.SIGSTOP)
-        cluster.hurry()
+        two.hurry()
         before = [len(ids(one)) for one in pieces]
         await reached(
             lambda p: all(len(ids(one)) > had or had == NEW for one, had in zip(p, before, strict=True)),
@@ -176,12 +201,13 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         assert time.monotonic() - start < 30  # keepalive notices a frozen one after 2 to 3 seconds
         await running
         await client.close()
-        assert [ids(one) for one in pieces] == expected
-        moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]
-        assert moved
-        assert all(names(receipt, "decode-0") for receipt in moved), [list(receipt.notes) for receipt in moved]
+    finally:
         victim.kill()
-        wait_until(lambda: not cluster.audit_faults(), explain=cluster.audit_faults)
+    assert [ids(one) for one in pieces] == expected
+    moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]
+    assert moved
+    assert all(names(receipt, "decode-0") for receipt in moved), [list(receipt.notes) for receipt in moved]
+    wait_until(lambda: not two.audit_faults(), explain=two.audit_faults)
 
 
 async def test_a_worker_that_cannot_be_reached_costs_no_attempt(tiny: Path) -> None:
@@ -189,12 +215,15 @@ async def test_a_worker_that_cannot_be_reached_costs_no_attempt(tiny: Path) -> N
     worker as long as for room: it has not been tried. (If it counted, the only permitted attempt would be used at
     once.)"""
     prompt = oracle.prompts(tiny, [30])[0]
-    with LocalCluster(tiny, prefill=0, max_attempts=1, **SIZES) as cluster:
+    # Listed for long, and its next life is found at once: by its record, which replaces that of the dead one.
+    with LocalCluster(tiny, prefill=0, max_attempts=1, heartbeat_ttl_s=60.0, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
         await asyncio.to_thread(cluster.kill, "decode-0")
+        assert await asyncio.to_thread(cluster.ready) == ["decode-0"]
         answer = asyncio.create_task(client.generate(prompt, **options(0, 20)))
         await asyncio.to_thread(cluster.start_worker, "decode-0")
         done = await answer
         assert done.token_ids == oracle.greedy(tiny, prompt, 20)
         assert done.receipt.attempts == 1
+        assert "attempt.not_sent" in cluster.processes["router-0"].text()
         await client.close()

@@ -145,7 +145,7 @@ async def test_a_request_names_a_model_that_there_is(inside: Any, models: dict[s
 async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str, Path]) -> None:
     """Each model has its own queue and places."""
     async with inside(models=of(models, one={"max_num_seqs": 1})) as cluster:
-        slow_down(cluster.workers["one/decode-0"], 0.02)
+        quick = slow_down(cluster.workers["one/decode-0"], 0.02)
         prompt = oracle.prompts(models["one"], [20])[0]
         full = [
             asyncio.create_task(cluster.client.generate(prompt, model="one", max_tokens=60, ignore_eos=True))
@@ -157,6 +157,7 @@ async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str
             answer = await cluster.client.generate(prompt, model="two", max_tokens=NEW, ignore_eos=True)
             assert answer.token_ids == oracle.greedy(models["two"], prompt, NEW)
         assert scheduler.waiting() >= 1  # they still wait
+        quick()
         tokens = oracle.greedy(models["one"], prompt, 60)
         assert [answer.token_ids for answer in await asyncio.gather(*full)] == [tokens] * 6
 

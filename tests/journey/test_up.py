@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 
+from cluster import run_directory
 from cluster.free_port import free_port
 from engine import kernels
 from engine.kernels.weight_cache import KEPT
@@ -46,6 +47,7 @@ class Up:
     def __init__(self, model: Path | str, *arguments: str, **settings: str) -> None:
         self.mark = f"TDM_MARK={secrets.token_hex(8)}"
         self.http = ""
+        self.logs = Path(settings.get("logs", "."))
         self.port = free_port("127.0.0.1", 0, "port")
         self.target = f"127.0.0.1:{self.port}"
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
@@ -95,8 +97,10 @@ def up(model: Path | str, *arguments: str, **settings: str) -> Iterator[Up]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny: Path) -> Iterator[Up]:
-    with up(tiny, "--dtype", "float32", "--http-port", "0", "--routers", "2", local_prefill="never") as running:
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    options = ("--dtype", "float32", "--http-port", "0", "--routers", "2")
+    logs = str(tmp_path_factory.mktemp("kept") / "logs")
+    with up(tiny, *options, local_prefill="never", logs=logs) as running:
         running.http = running.process.wait_for("http ", 120).split()[1]
         running.process.wait_for("ready ", 120)
         yield running
@@ -298,8 +302,8 @@ def starts(process: psutil.Process) -> bool:
 
 def test_sigkill_leaves_nothing(cluster: Up) -> None:
     """No process can clean up, and still everything ends at once, also a worker that Ray has just begun to start: no
-    process, shared memory or port is left. The last test of the shared cluster; tests/loadtest/test_bench.py and
-    test_hosts.py have the orderly end."""
+    process, shared memory, port or folder is left, but for the logs that a setting keeps. The last test of the shared
+    cluster; tests/loadtest/test_bench.py and test_hosts.py have the orderly end."""
     assert len(cluster.marked()) > 3
     with Client(cluster.target) as client:
         os.kill(next(one.pid for one in client.workers() if one.role == "router"), signal.SIGKILL)
@@ -307,6 +311,8 @@ def test_sigkill_leaves_nothing(cluster: Up) -> None:
     cluster.process.signal(signal.SIGKILL)
     cluster.process.popen.wait(30)
     cluster.assert_nothing_left(10)
+    assert not list(run_directory._parent().glob(f"tandem-{cluster.process.pid}-*"))
+    assert list(cluster.logs.glob("logs-*/worker-*.err"))
 
 
 def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from kvtransfer.backends.nccl.transport import NcclTransport
+from kvtransfer.backends.nixl_transport import NixlTransport
 from kvtransfer.factory import make_transport
 from kvtransfer.transport import measure_link, settle
 from tandem.errors import IncompatibleLayout, InvalidRequest, SettingsError, WorkerLost
@@ -73,9 +75,15 @@ async def test_another_layout_is_refused_before_any_byte_moves(source, sink, cha
     assert not sink.array.any()
 
 
-async def test_concurrent_connects_share_one_attempt(source, sink):
-    """Eight concurrent callers are all connected, and connecting again does no harm."""
+async def test_concurrent_connects_share_one_attempt(source, sink, kind, monkeypatch):
+    """Eight concurrent callers are all connected, and connecting again does no harm. Within a process there is nothing
+    to attempt."""
+    attempts = []
+    for transport, attempt in ((NixlTransport, "_connect"), (NcclTransport, "_begin")):
+        begin = getattr(transport, attempt)
+        monkeypatch.setattr(transport, attempt, lambda *given, begin=begin: attempts.append(given) or begin(*given))
     await asyncio.gather(*(sink.transport.connect(source.peer, 10) for _ in range(8)))
+    assert len(attempts) == (0 if kind == "inprocess" else 1)
     await sink.transport.connect(source.peer, 10)
     await sink.transport.read(source.peer, [(0, 0)], 10)
 

@@ -18,6 +18,7 @@ from services.router.routing.request_scheduler import RequestScheduler
 from services.router.routing.worker_pools import DecodePool
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
+from tandem.tasks import end
 
 RECORD = WorkerRecord(
     "decode-0",
@@ -728,8 +729,8 @@ async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting
         done, _ = await asyncio.wait({waiting, behind}, timeout=0.3)
         assert done == ({behind} if apart else set())
         assert scheduler.waiting() == (1 if apart else 2)
-    assert (await asyncio.wait_for(waiting, 1.0)).decode.worker_id == first.decode.worker_id == "decode-1"
-    assert (await asyncio.wait_for(behind, 1.0)).decode.worker_id == RECORD.worker_id
+    assert (await asyncio.wait_for(waiting, 30.0)).decode.worker_id == first.decode.worker_id == "decode-1"
+    assert (await asyncio.wait_for(behind, 30.0)).decode.worker_id == RECORD.worker_id
     assert scheduler.waiting() == 0
 
 
@@ -746,7 +747,7 @@ async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
         view.workers = {RECORD.worker_id: other}
         await scheduler.keep_up()
         with pytest.raises(ResumeFailed):
-            await asyncio.wait_for(waiting, 1.0)
+            await asyncio.wait_for(waiting, 30.0)
 
 
 async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None:
@@ -831,11 +832,11 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
         replace(RECORD, worker_id="decode-1", blocks_held=80),
         replace(RECORD, computes_with="M", max_running=9),
     )
-    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    scheduler = RequestScheduler(seen(mine, other), 60.0, RoutingConfig())
     begun: Any = {"begun": True, "begun_with": Begun("L")}
 
     async def long() -> None:
-        async with scheduler.placed(700, 710, 1.5, **begun):
+        async with scheduler.placed(700, 710, 60.0, **begun):
             pytest.fail("it has no room")
 
     waiting = asyncio.create_task(long())
@@ -845,6 +846,8 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     async with scheduler.placed(20, 30, 0.1, **begun) as placement:
         assert placement.decode.worker_id == "decode-1"
         assert scheduler.waiting() == 1
+    await end(waiting)
     with pytest.raises(Busy, match="no place became free"):
-        await waiting
+        async with scheduler.placed(700, 710, 0.1, **begun):
+            pytest.fail("it has no room")
     assert scheduler.waiting() == 0

@@ -117,15 +117,18 @@ async def test_a_blocked_event_loop_is_logged_with_what_it_does(monkeypatch: pyt
     monkeypatch.setattr(watchdog, "LOOP_BLOCKED_LOG_S", 0.05)
     monkeypatch.setattr(watchdog, "end_process", lambda status: None)
     dog = Watchdog([], lambda *_: None, loop_most_s=1e9, every_s=0.01)
+    here = "MainThread: test_a_blocked_event_loop"
     with capture_logs() as logs:
         dog.start()
         await asyncio.sleep(0.1)
-        time.sleep(0.4)  # noqa: ASYNC251, this is the fault
+        while here not in str(logs):
+            time.sleep(0.01)  # noqa: ASYNC251, this is the fault
+        time.sleep(0.1)  # noqa: ASYNC251, some more looks
         await asyncio.sleep(0.1)
     dog.stop()
     stacks = [entry["stack"] for entry in logs if entry["event"] == "watchdog.loop_blocked"]
     # On a busy machine the loop itself is late, too, and stands elsewhere.
-    assert sum(stack.startswith("MainThread: test_a_blocked_event_loop") for stack in stacks) == 1, stacks
+    assert sum(stack.startswith(here) for stack in stacks) == 1, stacks
 
 
 ENDS = """

@@ -8,7 +8,9 @@ takes a few inputs of chance.
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,9 +40,16 @@ CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"function"
 CALL = b'\x05<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call> and text'
 
 
+def temporary() -> Path:
+    """A folder of this process, which goes with it."""
+    folder = tempfile.mkdtemp(prefix="tandem-guided-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 @cache
 def text() -> Tokenizer:
-    folder = Path(tempfile.mkdtemp(prefix="tandem-guided-"))
+    folder = temporary()
     for file in DEMO.iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -50,7 +59,7 @@ def text() -> Tokenizer:
 
 @cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tandem-guided-"))
+    return temporary()
 
 
 def _refused(error: TandemError) -> None:
@@ -151,7 +160,7 @@ def main() -> None:
     name = sys.argv.pop(1)
     target, good = TARGETS[name]
     atheris.instrument_all()
-    inputs = Path(tempfile.mkdtemp(prefix="tandem-guided-"))
+    inputs = temporary()
     for number, one in enumerate(good):
         (inputs / str(number)).write_bytes(one)
     atheris.Setup([*sys.argv, str(inputs)], target)

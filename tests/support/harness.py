@@ -149,7 +149,7 @@ class LocalCluster:
 
     def slow_again(self) -> None:
         """After `hurry`."""
-        self._quick.unlink()
+        self._quick.unlink(missing_ok=True)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and proof that it worked."""

@@ -11,15 +11,15 @@ from time import monotonic, thread_time
 _TASKS = Path("/proc/self/task")
 
 
-def _waited_for_a_core() -> float:
-    """Seconds for which threads of this process were ready to run and another process had the core."""
-    total = 0
+def _waited_for_a_core() -> dict[str, float]:
+    """Seconds for which each thread of this process was ready to run and another process had the core."""
+    waited = {}
     for task in _TASKS.iterdir():
         try:
-            total += int((task / "schedstat").read_text().split()[1])
+            waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
         except (OSError, IndexError):  # the thread has just ended, or the kernel does not count it
             continue
-    return total / 1e9
+    return waited
 
 
 class Stopwatch:
@@ -31,7 +31,9 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        return max(0.0, monotonic() - self._began - max(0.0, _waited_for_a_core() - self._waited))
+        now = _waited_for_a_core()  # of a thread that has ended since, not even what it waited before is known
+        waited = sum(max(0.0, seconds - self._waited.get(thread, 0.0)) for thread, seconds in now.items())
+        return max(0.0, monotonic() - self._began - waited)
 
     def within(self, seconds: float) -> bool:
         return monotonic() - self._began < seconds or self.seconds < seconds
