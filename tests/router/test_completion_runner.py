@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from services.router.execution import completion_runner, request_timeline
+from services.router.execution import completion_runner, poison_check, poison_requests, request_timeline
 from services.router.execution.completion import RESTORED_TOKENS, Completion
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_queue import OutputQueue
 from services.router.execution.output_reader import OutputReader
+from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
 from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
-from tandem.errors import WorkerLost
+from tandem.errors import TandemError, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -60,7 +61,7 @@ class Unreachable:
     async def settle(self, *_: Any) -> bool:
         return False
 
-    def cached(self, *_: Any) -> None: ...
+    def cached(self, *_: Any) -> Any: ...
 
     holders = suspect = failed = served = cached
 
@@ -91,6 +92,61 @@ async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest
     """The control: another loss of the same worker counts at once."""
     calls, _ = await calls_until_given_up(monkeypatch, "DECODE_LOST", queue_timeout_s=10.0)
     assert calls == 3
+
+
+async def test_a_worker_that_is_lost_while_a_request_waits_to_begin_alone_is_spared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request may have ended it. What ends each worker before that admits it is given up like all others: it
+    was sent to one worker after another, without end."""
+
+    async def settle(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Unreachable, "settle", settle)
+    calls, completion = await calls_until_given_up(monkeypatch, "", queue_timeout_s=10.0)
+    assert calls == 3 + 1
+    assert len(completion.request.notes) == 3
+
+
+class Killed(Unreachable):
+    """Four decode workers, each of which ends when it gets the request, before it admits it, and is replaced; with the
+    liveness of a view that shows each end."""
+
+    version = 0
+
+    @asynccontextmanager
+    async def placed(self, *_: Any, **__: Any) -> AsyncIterator[Placement]:
+        yield Placement(replace(DECODE, worker_id=f"decode-{self.calls % 4}", incarnation=f"life {self.calls}"), None)
+
+    def ended(self, *_: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["as it is", "control"])
+async def test_a_request_that_ends_workers_before_they_admit_it_ends_four(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """However often it is sent again within a minute: its grammar crashes the compiler, for instance. The control does
+    not count such losses."""
+    if not counted:
+        monkeypatch.setattr(poison_requests, "POISON_LOST", 10**9)
+    parts: Any = Killed("")
+    for module in (completion_runner, request_timeline, poison_check):
+        monkeypatch.setattr(module, "monotonic", parts.clock)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    poison, errors = PoisonCheck(parts, 4.5), list[str]()
+    for _ in range(5):
+        request = build_request(asked, Tokenizer(None, None), MODEL)
+        completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), begun=asyncio.Event())
+        runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, poison)
+        with pytest.raises(TandemError) as failed:
+            await runner.run(completion, parts.now + 600.0)
+        errors.append(failed.value.reason)
+    if counted:
+        assert (parts.calls, set(errors)) == (4, {"KILLS_WORKERS"})
+    else:
+        assert (parts.calls, set(errors)) == (5 * 5, {"DECODE_UNREACHABLE"})
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,28 @@ def test_two_losses_are_a_suspicion_and_one_alone_is_poison() -> None:
     kept.check(b"good", 5.0)
 
 
-def test_losses_beside_others_are_never_poison() -> None:
-    """However many: such a request may have begun beside the one that is."""
+def test_losses_beside_one_that_is_poison_are_not() -> None:
+    """That one ends three workers, whoever begins there with it."""
     kept = PoisonRequests(all_ended)
-    for index in range(8):
+    for index in range(3):
         kept.lost(b"beside", loss(f"decode-{index}", float(index)))
         kept.check(b"beside", index + 0.5)
-    assert kept.suspected(b"beside", 8.0)
+    assert kept.suspected(b"beside", 3.0)
+
+
+def test_a_fourth_loss_is_poison_though_it_never_began_alone() -> None:
+    """What ends a worker before it is admitted there never does. The fate of the fourth worker is waited for."""
+    fates: dict[str, bool | None] = {"d": None}
+    kept = PoisonRequests(lambda worker_id, incarnation, at: fates.get(worker_id, True))
+    for index, worker_id in enumerate("abcd"):
+        kept.lost(b"bad", loss(worker_id, float(index)))
+        kept.check(b"bad", index + 0.5)
+    assert kept.undecided(b"bad", 4.0)
+    fates["d"] = True
+    assert not kept.undecided(b"bad", 4.0)
+    with pytest.raises(InternalError) as refused:
+        kept.check(b"bad", 4.0)
+    assert refused.value.reason == "KILLS_WORKERS"
 
 
 def test_time_forgives() -> None:
@@ -209,9 +224,9 @@ def test_a_worker_counts_though_its_admission_was_not_sent(reason: str, worker: 
     assert (counted and counted.worker_id) == worker
 
 
-def test_a_request_that_waited_to_begin_alone_is_not_blamed() -> None:
-    """It began only if it was admitted."""
-    assert _loss(Unavailable("lost", reason="DECODE_UNREACHABLE"), PLACEMENT, 0.0, True) is None
-    counted = _loss(Unavailable("lost", reason="DECODE_LOST"), PLACEMENT, 0.0, True)
+@pytest.mark.parametrize(("reason", "alone"), [("DECODE_UNREACHABLE", False), ("DECODE_LOST", True)])
+def test_a_request_that_waited_to_begin_alone_was_not_alone(reason: str, alone: bool) -> None:
+    """It began alone only if it was admitted; before that, something else may have ended the worker, or its grammar."""
+    counted = _loss(Unavailable("lost", reason=reason), PLACEMENT, 0.0, True)
     assert counted is not None
-    assert counted.alone
+    assert counted.alone == alone

@@ -116,11 +116,13 @@ class CompletionRunner:
                     timeline.refused()
                     return
                 self._blame(error, placement, request)
-                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
-                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
+                if request.generated - before < 2:
+                    self._poison.failed(request, error, placement, began, alone)
+                if alone and error.reason == DECODE_UNREACHABLE and timeline.spare():  # it may still have waited
                     timeline.refused()
                     return
-                if alone and error.reason == DECODE_UNREACHABLE:  # it was still waiting to begin alone: not an attempt
+                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
+                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
                     timeline.refused()
                     return
                 timeline.failed()
@@ -128,8 +130,6 @@ class CompletionRunner:
                 log.warning(
                     "attempt.failed", request=request.request_id, attempt=timeline.attempts, error=error.message
                 )
-                if request.generated - before < 2:
-                    self._poison.failed(request, error, placement, began, alone)
                 if timeline.attempts >= self._settings.max_attempts:
                     raise _given_up(request, timeline, error) from error
             if request.generated - before >= 2:

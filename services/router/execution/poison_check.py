@@ -67,9 +67,9 @@ class PoisonCheck:
 
 def _loss(error: TandemError, placement: Placement, began: float, alone: bool) -> Loss | None:
     """The worker that may have crashed, or has failed, because of the request. A worker that had not reported the
-    admission counts as well: a crash loses unsent messages."""
-    if alone and error.reason == DECODE_UNREACHABLE:
-        return None  # it was still waiting to begin alone
+    admission counts as well: a crash loses unsent messages, and a grammar is compiled and an adapter loaded before it.
+    But the request may still have waited to begin alone, so that is no proof."""
+    alone = alone and error.reason != DECODE_UNREACHABLE
     if error.reason not in LOST and not isinstance(error, StepFailed):
         return None
     worker = (

@@ -49,6 +49,7 @@ class RequestTimeline:
         self._admitted = arrived
         self._retries = 0.0  # attempts that failed or were refused, before the first token
         self._dispatched = arrived
+        self._spared = False
         self._unsent_since: float | None = None
         self._placement: Placement | None = None
         self._expected: Estimate | None = None  # of the placement that gave the first token
@@ -100,6 +101,11 @@ class RequestTimeline:
         token in between."""
         self._unsent_since = self._unsent_since or self._dispatched
         return monotonic() - self._unsent_since
+
+    def spare(self) -> bool:
+        """Whether a loss that may not be the request's doing is spared from its attempts: only the first."""
+        spared, self._spared = not self._spared, True
+        return spared
 
     def failed(self) -> None:
         if self._first is None:
