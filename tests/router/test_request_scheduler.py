@@ -865,6 +865,27 @@ async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None
     assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)
 
 
+@pytest.mark.parametrize("why", ["said no", "suspected", "drains"])
+async def test_a_worker_that_rests_is_waited_for_where_the_other_is_unsuited(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It will serve in a moment, and the unsuited one would fail the request for good. The control: one that drains
+    will not."""
+    monkeypatch.setattr(module, "REJECTED_S", 0.05)
+    monkeypatch.setattr(module, "SUSPECT_S", 0.05)
+    decodes = two("decode")
+    if why == "drains":
+        decodes[1] = replace(decodes[1], state=State.DRAINING)
+    scheduler = RequestScheduler(seen(*decodes), 5.0, RoutingConfig())
+    other = await once(scheduler, unsuited={("decode-0", "a")})
+    assert other.decode.worker_id == ("decode-0" if why == "drains" else "decode-1")
+    if why == "said no":
+        scheduler.rejected(other)
+    elif why == "suspected":
+        scheduler.suspect(other.decode)
+    assert (await once(scheduler, unsuited={("decode-0", "a")})).decode.identity == other.decode.identity
+
+
 async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None:
     """Its new incarnation may have what the request needs, and a worker that became a prefill worker is another one."""
     scheduler = RequestScheduler(seen(RECORD, *two("prefill")), 5.0, RoutingConfig())

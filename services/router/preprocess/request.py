@@ -82,7 +82,13 @@ class Request:
         sampling.seed = seed_of(self.sampling.seed, choice)
         internal_id = f"{self.internal_id}-{choice}"
         return replace(
-            self, internal_id=internal_id, tokens=list(self.tokens), sampling=sampling, choice=choice, notes=[]
+            self,
+            internal_id=internal_id,
+            tokens=list(self.tokens),
+            sampling=sampling,
+            choice=choice,
+            unsuited=set(self.unsuited),
+            notes=[],
         )
 
 

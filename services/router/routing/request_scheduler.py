@@ -85,7 +85,7 @@ class RequestScheduler:
         first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
         request that has, is never refused because of an estimate. `begun_with`: see Begun. A suspected poison request
         begins `alone`: on a decode worker, which computes its prompt. `unsuited` are workers that cannot serve this
-        request; they are used only if there is no other.
+        request; they are used only if no other is ready, now or after a rest.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
