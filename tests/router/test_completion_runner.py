@@ -25,7 +25,7 @@ from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
-from tandem.errors import TandemError, WorkerLost
+from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -273,3 +273,37 @@ async def test_a_request_with_a_grammar_tells_nothing_about_its_path(grammar: bo
     completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
     await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
     assert parts.observed == (not grammar)
+
+
+@pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "control"])
+async def test_a_stream_that_finds_no_place_any_more_broke(
+    monkeypatch: pytest.MonkeyPatch, refusal: TandemError, sent: bool
+) -> None:
+    """To its client "no room" would mean that nothing was generated, and that it may ask again. The control: of that
+    which no worker began, it does, also where a job goes on with tokens of an earlier router."""
+    parts: Any = Saying([said(3, 5), ENDED])
+    first = parts.placed
+
+    @asynccontextmanager
+    async def placed(*about: Any, **more: Any) -> AsyncIterator[Placement]:
+        if parts.calls or not sent:
+            raise refusal
+        async with first(*about, **more) as placement:
+            yield placement
+
+    monkeypatch.setattr(parts, "placed", placed)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
+    if not sent:
+        await completion.restore([generation_pb2.Delta(token_ids=[5])])
+    runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, parts)
+    with pytest.raises(TandemError) as caught:
+        await runner.run(completion, monotonic() + 10.0)
+    if sent:
+        assert isinstance(caught.value, ResumeFailed)
+        assert "1 tokens had been sent" in caught.value.message
+    else:
+        assert caught.value is refusal

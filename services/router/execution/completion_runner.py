@@ -26,6 +26,7 @@ from tandem.errors import (
     DataLoss,
     DeadlineExceeded,
     IncompatibleLayout,
+    NoWorker,
     ResumeFailed,
     StepFailed,
     TandemError,
@@ -67,9 +68,15 @@ class CompletionRunner:
 
     async def run(self, completion: Completion, deadline: float) -> None:
         """Makes attempts until the completion has finished. Raises errors that another attempt cannot fix."""
+        request = completion.request
         try:
-            while completion.request.finish() is None:
-                await self._place(completion, deadline)
+            while request.finish() is None:
+                try:
+                    await self._place(completion, deadline)
+                except (Busy, NoWorker) as error:
+                    if completion.timeline.ttft is None:
+                        raise
+                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been sent") from error
             completion.finish(self._model)
         finally:
             completion.begun.set()
