@@ -31,13 +31,13 @@ class PoisonCheck:
 
     def check(self, request: Request) -> None:
         """Raises InternalError when the request crashed two workers."""
-        if self._poison:
+        if self._poison.remembers(monotonic()):
             self._poison.check(identity(request), monotonic())
 
     async def settle(self, request: Request, deadline: float) -> bool:
         """As `check`, once the fates of the workers involved are known, or after `settle_s`. Returns whether the
         request is suspected and must begin alone."""
-        if not self._poison:
+        if not self._poison.remembers(monotonic()):
             return False
         key, now = identity(request), monotonic()
         with suppress(TimeoutError):
@@ -61,7 +61,7 @@ class PoisonCheck:
 
     def served(self, request: Request) -> None:
         """An attempt got past its first token."""
-        if self._poison:
+        if self._poison.remembers(monotonic()):
             self._poison.served(identity(request))
 
 

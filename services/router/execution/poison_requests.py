@@ -56,7 +56,11 @@ class PoisonRequests:
         self._fate = fate
         self._lost: OrderedDict[bytes, list[Loss]] = OrderedDict()
 
-    def __bool__(self) -> bool:
+    def remembers(self, now: float) -> bool:
+        """Whether any request was lost within POISON_S. Forgets the others; while there is none, callers need not
+        compute what identifies a request."""
+        while self._lost and now - next(iter(self._lost.values()))[-1].at >= POISON_S:
+            self._lost.popitem(last=False)
         return bool(self._lost)
 
     def lost(self, request: bytes, loss: Loss) -> None:
