@@ -25,7 +25,7 @@ from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
-from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, WorkerLost
+from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -307,3 +307,29 @@ async def test_a_stream_that_finds_no_place_any_more_broke(
         assert "1 tokens had been sent" in caught.value.message
     else:
         assert caught.value is refusal
+
+
+@pytest.mark.parametrize(
+    ("reason", "unsuited", "suspected"),
+    [
+        ("RANK_WITHOUT_ADAPTER", ["decode-0"], []),
+        ("OTHER_ADAPTER", ["decode-0"], []),
+        ("PREFILL_RANK_WITHOUT_ADAPTER", ["prefill-0"], []),
+        ("PREFILL_CHECKPOINT_REFUSED", ["prefill-0"], []),
+        ("PREFILL_REFUSED", [], ["prefill-0"]),
+        ("DRAINING", [], ["decode-0"]),
+    ],
+)
+def test_a_worker_that_cannot_load_an_adapter_is_avoided_for_this_request_only(
+    reason: str, unsuited: list[str], suspected: list[str]
+) -> None:
+    """All other tenants are served there. The control: one that fails whatever it is asked gets nothing for a while."""
+    seen = list[str]()
+    scheduler: Any = SimpleNamespace(suspect=lambda worker: seen.append(worker.worker_id))
+    nothing: Any = None
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    runner = CompletionRunner(Settings(model="toy"), scheduler, nothing, nothing, nothing)
+    placement = Placement(DECODE, replace(DECODE, worker_id="prefill-0"))
+    runner._blame(Unavailable("it could not", reason=reason), placement, request)
+    assert ([worker_id for worker_id, _ in request.unsuited], seen) == (unsuited, suspected)

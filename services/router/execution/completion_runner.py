@@ -41,11 +41,12 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/prefill_stream.py)
-# Likewise, of a worker that serves others and not this request: it has not its adapter, or no slot for it, compiles no
-# grammar now, or is too small.
+# Likewise, of a worker that serves others and not this request: it has not its adapter, cannot load it or has no slot
+# for it, compiles no grammar now, or is too small.
 UNSUITED = (
-    *("OTHER_ADAPTER", "GRAMMARS_STUCK"),
+    *("OTHER_ADAPTER", "RANK_WITHOUT_ADAPTER", "GRAMMARS_STUCK"),
     *("PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE", "PREFILL_NO_ADAPTER_SLOT"),
+    *("PREFILL_CHECKPOINT_REFUSED", "PREFILL_RANK_WITHOUT_ADAPTER"),
 )
 NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # likewise, of a decode worker, which has room for requests that need no slot
 
