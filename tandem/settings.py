@@ -139,7 +139,7 @@ class Settings(BaseSettings):
     bfloat16 is faster there, but without the compiled operators only float32 resumes a stream token for token."""
     weights: Literal["checkpoint", "bf16", "int8", "int4", "fp8"] = "checkpoint"
     """The format to which the weights of products are rounded at load; checkpoint: no rounding, they are as in the
-    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. On a GPU only the products themselves have run."""
+    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The type in which K and V are stored and moved. auto: the model's dtype. int8 and fp8 take about half the bytes
     of bfloat16, scales included, and round. Where pools differ, decode workers convert."""
@@ -147,8 +147,7 @@ class Settings(BaseSettings):
     """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
     on its processor. Workers on different processors produce the same bits if all are given one order that all support;
     it may be a slower one. `tile32` and `pairs` need AVX512_BF16, `chain16` AVX-512, `chain8` AVX2, and the operators
-    compiled for it (`python -m engine.kernels.build --level`; images have them all). Most recurrent layers have one too; a model
-    that has none is refused."""
+    compiled for it (`python -m engine.kernels.build --level`; images have them all)."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
     host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in

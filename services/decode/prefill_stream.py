@@ -43,6 +43,9 @@ from tandem.grpc_errors import calling
 from tandem.tasks import once
 from tandem.v1 import prefill_pb2
 
+# Reasons of a prefill worker that serves others and not this request: it compiles no grammar for its tenant now, is too
+# small, has no slot for its adapter, or cannot load it (its folder has changed, or a rank could not take it).
+SERVES_OTHERS = ("GRAMMARS_STUCK", "TOO_LARGE", "NO_ADAPTER_SLOT", "CHECKPOINT_REFUSED", "RANK_WITHOUT_ADAPTER")
 DEADLINE_SLACK_S = 0.02  # an error this close to the caller's deadline counts as its expiry
 
 
@@ -213,7 +216,7 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
         return StepFailed(message, reason="PREFILL_STEP_FAILED")
     if isinstance(error, WorkerLost) and began:
         return Unavailable(message, reason="PREFILL_LOST")
-    if error.reason in ("GRAMMARS_STUCK", "TOO_LARGE", "NO_ADAPTER_SLOT"):  # it serves others
+    if error.reason in SERVES_OTHERS:
         return Unavailable(message, reason=f"PREFILL_{error.reason}")
     # It was dead already, restarted, drains, revoked the transfer, or has no room.
     if isinstance(error, Unavailable | PreconditionFailed | Busy):

@@ -146,12 +146,13 @@ class Generation:
 
 
 def apply_tenant(tenant: ApiKey, request: Request) -> None:
-    """Bounds the request's priority, and salts its prefix hashes so that no other tenant can infer from the time to
-    first token which prompts this tenant has sent."""
+    """Sets the request's tenant, bounds its priority, and salts its prefix hashes, so that no other tenant can infer
+    from the time to first token which prompts this tenant has sent."""
     if tenant.name:
         most_urgent = DEFAULT_PRIORITY if tenant.limits.priority is None else tenant.limits.priority
         request.priority = max(request.priority, most_urgent)
         request.tenant = tenant.name
+        request.metered = tenant.limits.tokens_per_minute is not None
         request.salt = hashlib.blake2b(
             request.salt, key=tenant.name.encode(), digest_size=32, person=b"tandem.tenant"
         ).digest()

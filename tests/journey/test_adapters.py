@@ -305,6 +305,23 @@ async def test_an_adapter_that_changed_on_disk_is_refused(
         assert (await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2, ignore_eos=True)).token_ids
 
 
+async def test_a_prefill_worker_whose_adapter_changed_on_disk_serves_all_other_requests(
+    inside: Any, given: dict[str, str], tiny: Path, tmp_path: Path
+) -> None:
+    """It has evicted the adapter and cannot load it again, while the decode worker still has it: that one computes the
+    prompt, and requests for the base still go to both."""
+    changing, prompt = make_adapter(tmp_path / "changing", tiny, seed=11), oracle.prompts(tiny, [20], seed=9)[0]
+    async with inside(adapters={**given, "changing": str(changing)}, adapter_slots=1) as cluster:
+        await cluster.client.generate([5, 6, 7], adapter="changing", max_tokens=2)
+        async with cluster.workers["prefill-0"].adapters.held("red"):
+            pass
+        make_adapter(changing, tiny, seed=12)
+        done = await cluster.client.generate(prompt, adapter="changing", max_tokens=4)
+        assert (done.receipt.path, done.receipt.attempts) == ("local", 2)
+        base = await cluster.client.generate(prompt, max_tokens=4)
+        assert (base.receipt.path, base.receipt.attempts) == ("disaggregated", 1)
+
+
 # ---- one name, two contents
 
 

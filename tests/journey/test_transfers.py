@@ -21,8 +21,20 @@ from kvtransfer.types import Peer
 from services.decode.prefill_peers import PrefillPeers
 from services.decode.prefill_stream import PrefillStream, from_below
 from services.prefill.servicer import PrefillServicer
+from services.router.execution.completion_runner import UNSUITED
 from services.router.routing.request_scheduler import WHY_ALONE, RequestScheduler
-from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
+from tandem.errors import (
+    Busy,
+    CheckpointRefused,
+    DataLoss,
+    DeadlineExceeded,
+    PreconditionFailed,
+    StepFailed,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from tests.journey.conftest import all_transports, both_transports
 from tests.journey.test_forged import GREEDY
@@ -304,6 +316,16 @@ def test_what_a_failure_below_is_for_the_router() -> None:
         ("DataLoss", True): "DIGEST_MISMATCH",
         ("DataLoss", False): "DIGEST_MISMATCH",
     }
+    for error, reason in (
+        (CheckpointRefused("its adapter's folder has changed"), "PREFILL_CHECKPOINT_REFUSED"),
+        (Unavailable("", reason="RANK_WITHOUT_ADAPTER"), "PREFILL_RANK_WITHOUT_ADAPTER"),
+        (Busy("", reason="NO_ADAPTER_SLOT"), "PREFILL_NO_ADAPTER_SLOT"),
+        (Unavailable("", reason="DRAINING"), "PREFILL_REFUSED"),
+        (PreconditionFailed("", reason="STALE_INCARNATION"), "PREFILL_REFUSED"),
+    ):
+        passed_on = from_below(error, "p")
+        assert (type(passed_on), passed_on.reason) == (Unavailable, reason)
+        assert (reason in UNSUITED) == (reason != "PREFILL_REFUSED"), "the router avoids it for this request only"
 
 
 # ---- a prefill worker that sends invalid messages

@@ -97,6 +97,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "services/router/routing/fair_queue.py": ("tests/router/test_fair_queue.py",),
     "services/router/execution/poison_requests.py": ("tests/router/test_poison_requests.py",),
     "services/router/routing/path_latency.py": ("tests/router/test_path_latency.py",),
+    "services/router/routing/useful_wait.py": ("tests/router/test_request_scheduler.py",),
     "services/router/routing/prefix_index.py": ("tests/router/test_prefix_index.py",),
     "kvtransfer/types.py": (
         "tests/kvtransfer/test_types.py",

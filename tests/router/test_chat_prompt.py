@@ -14,13 +14,13 @@ from services.router.preprocess import json_limits
 from services.router.preprocess.chat import prompt
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.chat.prompt import END_CHARACTERS, MAX_TEMPLATE_BYTES, prompt_tokens
-from services.router.preprocess.offload import MEDIUM_BYTES
+from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES
 from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
-from tandem.v1 import generation_pb2
+from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 MODEL = ModelFacts("toy", context=2**17, vocab_size=100_000, eos_token_ids=(2,))
 BACKEND = Tokenizer.load(Path(__file__).parents[2] / "demo/model").backend
@@ -213,9 +213,26 @@ def test_text_and_ids_have_no_rendered_end() -> None:
         assert prompt_tokens(generation_pb2.GenerateRequest(**asked), tokenizer, MODEL).rendered_end == ""
 
 
-@pytest.mark.parametrize("template", [b"", b"{{ 1 }}"])
-async def test_a_template_of_a_request_never_runs_on_the_event_loop(template: bytes) -> None:
-    """However short it is: it may run for long. A short chat without one does not wait for a thread."""
+SAID = generation_pb2.Chat(messages=[{"role": "user", "content": b"x"}])
+TEMPLATE = generation_pb2.Chat(messages=SAID.messages, template=b"{{ 1 }}")
+FORCED = generation_pb2.Chat(messages=SAID.messages, tool_choice=generation_pb2.ToolChoice())
+GUIDED = sampling_pb2.SamplingParams(grammar=common_pb2.Grammar(json_schema=b"{}"))
+
+
+@pytest.mark.parametrize(
+    ("message", "at_least"),
+    [
+        (generation_pb2.GenerateRequest(chat=SAID), 0),
+        (generation_pb2.GenerateRequest(chat=TEMPLATE), MEDIUM_BYTES + 1),
+        (generation_pb2.GenerateRequest(chat=FORCED), SHORT_BYTES + 1),
+        (generation_pb2.GenerateRequest(text=b"x", sampling=GUIDED), SHORT_BYTES + 1),
+    ],
+    ids=["plain", "template", "tool_choice", "grammar"],
+)
+async def test_a_program_or_a_schema_of_a_request_is_never_read_on_the_event_loop(
+    message: generation_pb2.GenerateRequest, at_least: int
+) -> None:
+    """However short it is: it may take long. A short chat without one does not wait for a thread."""
     sizes: list[int] = []
 
     class Spy:
@@ -226,9 +243,7 @@ async def test_a_template_of_a_request_never_runs_on_the_event_loop(template: by
         def facts(self) -> ModelFacts:
             return MODEL
 
-    chat = generation_pb2.Chat(messages=[{"role": "user", "content": b"x"}], template=template)
     spied: Any = Spy()
     model: Any = Facts()
-    tokenizer = Tokenizer(BACKEND, ChatTemplate(PLAIN, {}))
-    await Preprocessor(tokenizer, model, spied).build(generation_pb2.GenerateRequest(chat=chat), "")
-    assert (sizes[0] > MEDIUM_BYTES) == bool(template)
+    await Preprocessor(Tokenizer(BACKEND, ChatTemplate(PLAIN, {})), model, spied).build(message, "")
+    assert sizes == [max(at_least, message.ByteSize())]

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from services.router.execution import completion_runner, request_timeline
+from services.router.execution import completion_runner, poison_check, poison_requests, request_timeline
 from services.router.execution.completion import RESTORED_TOKENS, Completion
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_queue import OutputQueue
 from services.router.execution.output_reader import OutputReader
+from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
 from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, WorkerSnapshot
-from tandem.errors import WorkerLost
+from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -60,7 +61,7 @@ class Unreachable:
     async def settle(self, *_: Any) -> bool:
         return False
 
-    def cached(self, *_: Any) -> None: ...
+    def cached(self, *_: Any) -> Any: ...
 
     holders = suspect = failed = served = cached
 
@@ -91,6 +92,61 @@ async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest
     """The control: another loss of the same worker counts at once."""
     calls, _ = await calls_until_given_up(monkeypatch, "DECODE_LOST", queue_timeout_s=10.0)
     assert calls == 3
+
+
+async def test_a_worker_that_is_lost_while_a_request_waits_to_begin_alone_is_spared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request may have ended it. What ends each worker before that admits it is given up like all others: it
+    was sent to one worker after another, without end."""
+
+    async def settle(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Unreachable, "settle", settle)
+    calls, completion = await calls_until_given_up(monkeypatch, "", queue_timeout_s=10.0)
+    assert calls == 3 + 1
+    assert len(completion.request.notes) == 3
+
+
+class Killed(Unreachable):
+    """Four decode workers, each of which ends when it gets the request, before it admits it, and is replaced; with the
+    liveness of a view that shows each end."""
+
+    version = 0
+
+    @asynccontextmanager
+    async def placed(self, *_: Any, **__: Any) -> AsyncIterator[Placement]:
+        yield Placement(replace(DECODE, worker_id=f"decode-{self.calls % 4}", incarnation=f"life {self.calls}"), None)
+
+    def ended(self, *_: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["as it is", "control"])
+async def test_a_request_that_ends_workers_before_they_admit_it_ends_four(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """However often it is sent again within a minute: its grammar crashes the compiler, for instance. The control does
+    not count such losses."""
+    if not counted:
+        monkeypatch.setattr(poison_requests, "POISON_LOST", 10**9)
+    parts: Any = Killed("")
+    for module in (completion_runner, request_timeline, poison_check):
+        monkeypatch.setattr(module, "monotonic", parts.clock)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    poison, errors = PoisonCheck(parts, 4.5), list[str]()
+    for _ in range(5):
+        request = build_request(asked, Tokenizer(None, None), MODEL)
+        completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), begun=asyncio.Event())
+        runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, poison)
+        with pytest.raises(TandemError) as failed:
+            await runner.run(completion, parts.now + 600.0)
+        errors.append(failed.value.reason)
+    if counted:
+        assert (parts.calls, set(errors)) == (4, {"KILLS_WORKERS"})
+    else:
+        assert (parts.calls, set(errors)) == (5 * 5, {"DECODE_UNREACHABLE"})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +203,7 @@ class Saying(Unreachable):
     def __init__(self, *streams: list[decode_pb2.DecodeResponse]) -> None:
         super().__init__("")
         self._streams = streams
-        self.suspected = 0
+        self.suspected = self.observed = 0
 
     @asynccontextmanager
     async def decode(self, *_: Any) -> AsyncIterator[Any]:
@@ -169,7 +225,10 @@ class Saying(Unreachable):
 
     def kept(self, *_: Any) -> None: ...
 
-    observe_path = generated = sent = finished = kept
+    def observe_path(self, *_: Any) -> None:
+        self.observed += 1
+
+    generated = sent = finished = kept
 
 
 @pytest.mark.parametrize(
@@ -199,3 +258,78 @@ async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: lis
     delta, finished = await output.take(), await output.take()
     assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
     assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("grammar", [True, False])
+async def test_a_request_with_a_grammar_tells_nothing_about_its_path(grammar: bool) -> None:
+    """Its prefill worker may have compiled it for seconds. All others do."""
+    parts: Any = Saying([said(3, 5), ENDED])
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 1
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    if grammar:
+        request.sampling.grammar.json = True
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
+    await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    assert parts.observed == (not grammar)
+
+
+@pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "control"])
+async def test_a_stream_that_finds_no_place_any_more_broke(
+    monkeypatch: pytest.MonkeyPatch, refusal: TandemError, sent: bool
+) -> None:
+    """To its client "no room" would mean that nothing was generated, and that it may ask again. The control: of that
+    which no worker began, it does, also where a job goes on with tokens of an earlier router."""
+    parts: Any = Saying([said(3, 5), ENDED])
+    first = parts.placed
+
+    @asynccontextmanager
+    async def placed(*about: Any, **more: Any) -> AsyncIterator[Placement]:
+        if parts.calls or not sent:
+            raise refusal
+        async with first(*about, **more) as placement:
+            yield placement
+
+    monkeypatch.setattr(parts, "placed", placed)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
+    if not sent:
+        await completion.restore([generation_pb2.Delta(token_ids=[5])])
+    runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, parts)
+    with pytest.raises(TandemError) as caught:
+        await runner.run(completion, monotonic() + 10.0)
+    if sent:
+        assert isinstance(caught.value, ResumeFailed)
+        assert "1 tokens had been sent" in caught.value.message
+    else:
+        assert caught.value is refusal
+
+
+@pytest.mark.parametrize(
+    ("reason", "unsuited", "suspected"),
+    [
+        ("RANK_WITHOUT_ADAPTER", ["decode-0"], []),
+        ("OTHER_ADAPTER", ["decode-0"], []),
+        ("PREFILL_RANK_WITHOUT_ADAPTER", ["prefill-0"], []),
+        ("PREFILL_CHECKPOINT_REFUSED", ["prefill-0"], []),
+        ("PREFILL_REFUSED", [], ["prefill-0"]),
+        ("DRAINING", [], ["decode-0"]),
+    ],
+)
+def test_a_worker_that_cannot_load_an_adapter_is_avoided_for_this_request_only(
+    reason: str, unsuited: list[str], suspected: list[str]
+) -> None:
+    """All other tenants are served there. The control: one that fails whatever it is asked gets nothing for a while."""
+    seen = list[str]()
+    scheduler: Any = SimpleNamespace(suspect=lambda worker: seen.append(worker.worker_id))
+    nothing: Any = None
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    runner = CompletionRunner(Settings(model="toy"), scheduler, nothing, nothing, nothing)
+    placement = Placement(DECODE, replace(DECODE, worker_id="prefill-0"))
+    runner._blame(Unavailable("it could not", reason=reason), placement, request)
+    assert ([worker_id for worker_id, _ in request.unsuited], seen) == (unsuited, suspected)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.router.preprocess import exclusive_schemas
 from services.router.preprocess.exclusive_schemas import MAX_ALTERNATIVES, ExclusiveSchemas
 from services.router.preprocess.grammar_schema import check_schema
 from tandem.errors import InvalidRequest
@@ -102,3 +103,47 @@ def test_many_alternatives_of_much_to_compare_take_little_time() -> None:
     with ThreadTime() as taken:
         assert ExclusiveSchemas({"oneOf": alternatives}).overlapping(alternatives) is None
     assert taken.seconds < 2.0  # 0.5 to 0.9 on a Zen 3, 4 to 8 without the cache of values
+
+
+def of_itself(properties: int) -> dict[str, Any]:
+    """An object whose properties are all the object itself: three levels of them are `properties` to the third."""
+    names = [f"{number:x}" for number in range(properties)]
+    itself = {"$ref": "#"}
+    return object_of(**dict.fromkeys(names, itself)) | {"$defs": {"z": {"oneOf": [itself, itself]}}}
+
+
+def of_many(count: int) -> dict[str, Any]:
+    """So many objects, each of which requires three others and a value of its own: all that exclude each other, which
+    is found out last."""
+    defined: dict[str, Any] = {}
+    for number in range(count):
+        inner = {f"p{place}": {"$ref": f"#/$defs/e{(number * 3 + place) % count}"} for place in range(3)}
+        defined[f"e{number}"] = object_of(a=object_of(b=STR), **{f"p{place}": object_of(c=STR) for place in range(3)})
+        defined[f"d{number}"] = object_of(**inner, z={"const": number})
+    for first in range(count):
+        chosen = [{"$ref": f"#/$defs/d{(first + step * 31) % count}"} for step in range(MAX_ALTERNATIVES)]
+        defined[f"z{first}"] = {"oneOf": chosen}
+    return {"type": "object", "$defs": defined}
+
+
+@pytest.mark.parametrize(("properties", "seconds"), [(78, 0.05), (2700, 0.5)])
+def test_a_short_schema_that_contains_itself_takes_no_longer_than_it_is(properties: int, seconds: float) -> None:
+    """One of 1.9 KB made half a million comparisons, and one of 62 KB had a thread for hours."""
+    with ThreadTime() as taken, pytest.raises(InvalidRequest, match="would not be excluded"):
+        check_schema(of_itself(properties), "schema")
+    assert taken.seconds < seconds
+
+
+def test_what_takes_long_to_compare_is_refused_by_name() -> None:
+    """Pairs of many objects, each of which is another pair: all `oneOf` of a schema share what may be compared."""
+    with ThreadTime() as taken, pytest.raises(InvalidRequest, match="too long") as caught:
+        check_schema(of_many(128), "schema")
+    assert caught.value.field.startswith("schema.$defs.z")
+    assert taken.seconds < 2.0
+
+
+def test_control_without_the_bound_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the refusal above is the bound's doing; a smaller schema of the kind needs no more than it."""
+    check_schema(of_many(MAX_ALTERNATIVES), "schema")
+    monkeypatch.setattr(exclusive_schemas, "MAX_COMPARED", 10**9)
+    check_schema(of_many(128), "schema")

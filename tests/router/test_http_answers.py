@@ -13,8 +13,9 @@ from services.router.frontend.anthropic.messages_answer import MessagesAnswer
 from services.router.frontend.http_answers import Streaming
 from services.router.frontend.json_body import SSE_BLANK
 from services.router.frontend.openai.openai_answers import Answer
+from services.router.frontend.openai.openai_errors import error_headers
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
-from tandem.errors import Busy, TandemError
+from tandem.errors import Busy, NoWorker, TandemError, TooLarge
 from tandem.v1 import generation_pb2
 
 STARTED = generation_pb2.GenerateResponse(started=generation_pb2.Started(prompt_tokens=3))
@@ -127,3 +128,18 @@ def test_what_says_so_is_ignored_by_each_kind_of_client() -> None:
     assert not SSE_BLANK.strip()
     reads = [SSE_BLANK, b'data: {"a": 1}\n\n', SSE_BLANK, SSE_BLANK, b"data: [DONE]\n\n"]
     assert [event.data for event in SSEDecoder().iter_bytes(iter(reads))] == ['{"a": 1}', "[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("error", "after"),
+    [
+        (Busy("no room", retry_after=2.4), "2"),
+        (NoWorker("none is ready"), "1"),
+        (Busy("its prompt takes longer than its objective"), None),
+        (TooLarge("it never fits"), None),
+    ],
+)
+def test_only_who_may_be_served_later_is_told_to_retry(error: TandemError, after: str | None) -> None:
+    """A refusal without a time is one that no later attempt changes; OpenAI's clients would try it twice more."""
+    headers = error_headers(error)
+    assert (headers["x-should-retry"], headers.get("retry-after")) == ("true" if after else "false", after)

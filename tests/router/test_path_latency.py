@@ -9,6 +9,7 @@ import pytest
 from services.router.routing import path_latency as module
 from services.router.routing.path_latency import FORGET_AFTER_S, HALF_LIFE_S, PathLatencyTracker
 from services.router.routing.placement import PathLatency
+from tandem.linear_fit import NEWEST_WEIGHT
 
 ELSEWHERE = ("decode-0", "prefill-0")
 
@@ -106,6 +107,36 @@ def test_an_unknown_way_is_a_usual_one() -> None:
     used(latencies, 10.0, "prefill-0", "prefill-1")
     assert latencies.at(10.0)["decode-7", "prefill-7"].first_s == pytest.approx(0.004)
     assert latencies.at(10.0).get(("decode-7", "")) is None
+
+
+@pytest.mark.parametrize("unused_s", [30.0, 10**9], ids=["as it is", "control"])
+@pytest.mark.parametrize("prefill", ["prefill-0", ""], ids=["remote", "local"])
+def test_a_first_bad_moment_keeps_nobody_away_for_good(
+    monkeypatch: pytest.MonkeyPatch, prefill: str, unused_s: float
+) -> None:
+    """Of the only way of its kind, so that it is what is usual, and nobody takes it to learn better. What is learnt
+    then is learnt as if nothing had been known. The control lets it stay."""
+    monkeypatch.setattr(module, "UNUSED_S", unused_s)
+    latencies = PathLatencyTracker()
+    latencies.observe("decode-0", prefill, 3.0, now=0.0)
+    assert latencies.at(30.0)["decode-0", prefill].first_s == 3.0
+    later = latencies.at(600.0)["decode-0", prefill].first_s
+    if unused_s > 30.0:
+        assert later == 3.0
+        return
+    assert later < 0.001
+    latencies.observe("decode-0", prefill, 0.3, now=600.0)
+    assert latencies.at(600.0)["decode-0", prefill].first_s == pytest.approx(0.3)
+    assert latencies.at(600.0)["decode-0", prefill and "unknown"].first_s == pytest.approx(0.3)
+
+
+def test_a_kind_that_is_used_now_and_then_stays_known() -> None:
+    """Ways shorter than what may be doubled, too: one bad moment counts no more than others."""
+    latencies = PathLatencyTracker()
+    for minute in range(10):
+        latencies.observe(*ELSEWHERE, 0.0005, now=minute * 25.0)
+    latencies.observe(*ELSEWHERE, 3.0, now=250.0)
+    assert latencies.at(250.0)[ELSEWHERE].first_s == pytest.approx(0.0005 + NEWEST_WEIGHT * 0.0015)
 
 
 def test_ways_that_nobody_takes_any_more_are_forgotten() -> None:

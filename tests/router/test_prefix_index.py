@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -126,7 +127,8 @@ def test_a_life_that_is_forgotten_has_nothing_at_once_and_leaves_nothing() -> No
     for incarnation in (other, second, third):
         for _ in index.forget(incarnation):
             pass
-    assert (len(index._holders), index.shapes) == (0, set())
+    assert not index._holders
+    assert not any(index._kinds.values())
 
 
 STEP = st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
@@ -169,6 +171,34 @@ def test_beside_recurrent_states_what_can_be_resumed_counts(kv: set[int], copies
     assert index.cached(prompt, LIFE) == resumable * SIZE
     assert index.cached(prompt, other) == min(leading * SIZE, tokens - 1)
     assert index.holders(prompt, "decode", 4) == ([LIFE] if resumable else [])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "fingerprint", "hashed"),
+    [("", b"", 1), ("lora", b"known", 1), ("lora", b"", 2), ("other", b"", 0)],
+)
+async def test_a_long_prompt_is_hashed_beside_the_event_loop(
+    adapter: str, fingerprint: bytes, hashed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the base model, for an adapter whose fingerprint is known, and for one that only the workers know, each with
+    its own: nothing is left to hash when the prompt is placed. One million tokens take 65 ms. A short one waits for no
+    thread."""
+    threads, chain = list[int](), block_hash.chain
+
+    def noted(*given: Any, **more: Any) -> list[bytes]:
+        threads.append(threading.get_ident())
+        return chain(*given, **more)
+
+    monkeypatch.setattr(block_hash, "chain", noted)
+    nobody: Any = None
+    index = PrefixIndex(nobody, nobody)
+    for number, content in enumerate((b"known", b"newer")):
+        tell(index.index, (f"decode-{number}", "a"), 0, [], [], {"lora": content})
+    for tokens, here in ((prefix_index.LONG_PROMPT_TOKENS + 1, False), (SIZE, True)):
+        threads.clear()
+        prompt = await index.prompt(range(tokens), b"", adapter, fingerprint)
+        index.holders(prompt, "decode")
+        assert [ident == threading.get_ident() for ident in threads] == [here] * hashed
 
 
 class Gone:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from services.router.execution.usage_meter import UsageMeter
 from services.router.generation import apply_tenant
 from services.router.preprocess.request import Request
 from services.router.tenancy import rate_limits
@@ -81,6 +83,27 @@ def test_a_prompt_that_no_worker_has_begun_is_given_back(clock: list[float]) -> 
         pass
     with here.admitted(key, 100, 1):
         pass
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["as it is", "control"])
+def test_tokens_that_no_limit_governs_leave_a_limited_key_alone(clock: list[float], limited: bool) -> None:
+    """Of another key of the same tenant: a day of them emptied the bucket for a week. The control: those of a key with
+    a limit count."""
+    here, anything = RateLimits(None), Mock()
+    usage = UsageMeter(anything, anything, here, anything)
+    key, other = ApiKey("a", limits=Limits(tokens_per_minute=600)), ApiKey("a", limits=Limits(5, 600 * limited or None))
+    request = Request("x", "x", [1], 1, 1, sampling_pb2.Sampling(), [], b"", 1000)
+    apply_tenant(other, request)
+    with here.admitted(key, 1, 1):
+        pass
+    with here.admitted(other, 1, 1):
+        usage.generated(request, 10**6)
+    anything.generated.assert_called_once_with("a", 10**6)  # its share of the cluster is another matter
+    clock[0] += 60.0
+    with ExitStack() as stack:
+        if limited:
+            stack.enter_context(pytest.raises(Busy))
+        stack.enter_context(here.admitted(key, 600, 1))
 
 
 def test_what_is_not_used_is_kept_for_a_minute_at_most(clock: list[float]) -> None:

@@ -169,6 +169,13 @@ def test_what_is_no_input_is_named(field: str, asked: generation_pb2.GenerateReq
     assert caught.value.field == field
 
 
+def test_what_one_answer_learns_of_workers_is_its_own() -> None:
+    """A worker that refused one answer as too large would be taken for one that had refused the others twice."""
+    first, second = build_request(request([1, 2], n=2, max_tokens=3), NO_TEXT, MODEL).fan_out()
+    first.unsuited.add(("decode-0", "a"))
+    assert (second.unsuited, second.notes) == (set(), [])
+
+
 def test_two_clients_may_choose_the_same_id() -> None:
     """The id inside the cluster tells them apart; the one in the receipt is the client's."""
     asked = request([1])

@@ -15,6 +15,7 @@ from services.router.routing import request_scheduler as module
 from services.router.routing import worker_table
 from services.router.routing.placement import Begun, Placement, RoutingConfig
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.useful_wait import PROBE_S
 from services.router.routing.worker_pools import DecodePool
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
@@ -612,6 +613,53 @@ async def test_nobody_is_refused_for_a_prompt_that_is_late_by_itself() -> None:
     assert (await refusal(scheduler, 1000, ttft_s=0.5)).reason == "OVERLOADED"
 
 
+@pytest.mark.parametrize("late", [{"ttft_s": 0.5}, {"remaining_s": 0.5}], ids=["objective", "deadline"])
+async def test_an_idle_cluster_computes_what_would_be_late_now_and_then(
+    late: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate may be too slow, and nothing else would correct it. One in some seconds, and none while the cluster
+    computes other prompts, which correct it as well."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+
+    async def placed(tokens: int = 1000, remaining_s: float = 60.0, **about: float) -> bool:
+        try:
+            async with scheduler.placed(tokens, tokens + 10, remaining_s, **about):  # type: ignore[arg-type]
+                return True
+        except (Busy, DeadlineExceeded):
+            return False
+
+    assert not await placed(**late)
+    now[0] += PROBE_S
+    assert [await placed(**late) for _ in range(3)] == [True, False, False]
+    for _ in range(4):
+        now[0] += PROBE_S / 2
+        assert await placed(10)
+        assert not await placed(**late)
+    now[0] += PROBE_S
+    assert await placed(**late)
+
+
+async def test_a_prompt_that_waits_for_others_is_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: seconds without a first token, in which a worker computes."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+    async with scheduler.placed(1000, 1010, 60.0):
+        now[0] += 10 * PROBE_S
+        refused = await refusal(scheduler, 1000, ttft_s=1.5)
+        assert (refused.reason, refused.retry_after) == ("OVERLOADED", pytest.approx(0.5))
+
+
+async def test_who_can_never_be_in_time_is_not_told_to_come_again() -> None:
+    """1 s of computing within 0.5 s of its own objective, also behind others."""
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+    assert (await refusal(scheduler, 1000, ttft_s=0.5)).retry_after is None
+    async with scheduler.placed(1000, 1010, 60.0):
+        assert (await refusal(scheduler, 1000, ttft_s=0.5)).retry_after is None
+
+
 async def test_a_deadline_that_no_cluster_could_keep_is_over_at_once() -> None:
     """1 s of computing within 0.5 s: to come again later would not help, so nobody is told to."""
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
@@ -816,6 +864,27 @@ async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None
     scheduler = RequestScheduler(seen(records[0], records[2]), 5.0, RoutingConfig())
     alone = await once(scheduler, unsuited={("decode-0", "a"), ("prefill-0", "a")})
     assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)
+
+
+@pytest.mark.parametrize("why", ["said no", "suspected", "drains"])
+async def test_a_worker_that_rests_is_waited_for_where_the_other_is_unsuited(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It will serve in a moment, and the unsuited one would fail the request for good. The control: one that drains
+    will not."""
+    monkeypatch.setattr(module, "REJECTED_S", 0.05)
+    monkeypatch.setattr(module, "SUSPECT_S", 0.05)
+    decodes = two("decode")
+    if why == "drains":
+        decodes[1] = replace(decodes[1], state=State.DRAINING)
+    scheduler = RequestScheduler(seen(*decodes), 5.0, RoutingConfig())
+    other = await once(scheduler, unsuited={("decode-0", "a")})
+    assert other.decode.worker_id == ("decode-0" if why == "drains" else "decode-1")
+    if why == "said no":
+        scheduler.rejected(other)
+    elif why == "suspected":
+        scheduler.suspect(other.decode)
+    assert (await once(scheduler, unsuited={("decode-0", "a")})).decode.identity == other.decode.identity
 
 
 async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None:

@@ -72,6 +72,21 @@ def test_the_phases_add_up_to_the_time_to_first_token(
     assert (made.attempts, made.completion_tokens) == (len(waits) + 1, 1)
 
 
+def test_admission_is_no_part_of_a_path() -> None:
+    """A worker that loads an adapter for three seconds would do so on any path."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_timeline, "monotonic", clock)
+        account = RequestTimeline(clock.now)
+        account.placed(Placement(DECODE, PREFILL))
+        account.dispatched()
+        clock.now += 4.0
+        timing = common_pb2.PrefillTiming(queue_seconds=0.25, compute_seconds=0.5)
+        account.first_token(decode_pb2.FirstTokenTiming(total_seconds=3.9, admit_seconds=3.0, prefill=timing))
+        account.ended(decode_pb2.Ended())
+    assert account.path_latency() == (pytest.approx(0.25), 0, 0.0)
+
+
 def test_a_refusal_for_want_of_room_is_no_attempt() -> None:
     """ "Not now" costs time and counts for nothing else."""
     account = RequestTimeline(0.0)

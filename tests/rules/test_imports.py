@@ -202,6 +202,7 @@ PURE = (
     "services/router/routing/fair_queue.py",
     "services/router/routing/size_histogram.py",
     "services/router/routing/path_latency.py",
+    "services/router/routing/useful_wait.py",
     "tandem/linear_fit.py",
     "tandem/sampling.py",
 )

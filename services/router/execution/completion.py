@@ -77,7 +77,7 @@ class Completion:
         else:
             self.begun.set()  # this token was computed from the prompt's KV, so the KV is complete
         timeline.report(tokens)
-        self._usage.generated(request.tenant, count)
+        self._usage.generated(request, count)
         at = 0
         for run in self._reader.read(tokens):
             # filled in place: copying a separate delta takes twice as long

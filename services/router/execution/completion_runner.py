@@ -26,6 +26,7 @@ from tandem.errors import (
     DataLoss,
     DeadlineExceeded,
     IncompatibleLayout,
+    NoWorker,
     ResumeFailed,
     StepFailed,
     TandemError,
@@ -40,11 +41,12 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/prefill_stream.py)
-# Likewise, of a worker that serves others and not this request: it has not its adapter, or no slot for it, compiles no
-# grammar now, or is too small.
+# Likewise, of a worker that serves others and not this request: it has not its adapter, cannot load it or has no slot
+# for it, compiles no grammar now, or is too small.
 UNSUITED = (
-    *("OTHER_ADAPTER", "GRAMMARS_STUCK"),
+    *("OTHER_ADAPTER", "RANK_WITHOUT_ADAPTER", "GRAMMARS_STUCK"),
     *("PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE", "PREFILL_NO_ADAPTER_SLOT"),
+    *("PREFILL_CHECKPOINT_REFUSED", "PREFILL_RANK_WITHOUT_ADAPTER"),
 )
 NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # likewise, of a decode worker, which has room for requests that need no slot
 
@@ -67,9 +69,15 @@ class CompletionRunner:
 
     async def run(self, completion: Completion, deadline: float) -> None:
         """Makes attempts until the completion has finished. Raises errors that another attempt cannot fix."""
+        request = completion.request
         try:
-            while completion.request.finish() is None:
-                await self._place(completion, deadline)
+            while request.finish() is None:
+                try:
+                    await self._place(completion, deadline)
+                except (Busy, NoWorker) as error:
+                    if completion.timeline.ttft is None:
+                        raise
+                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been sent") from error
             completion.finish(self._model)
         finally:
             completion.begun.set()
@@ -116,11 +124,13 @@ class CompletionRunner:
                     timeline.refused()
                     return
                 self._blame(error, placement, request)
-                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
-                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
+                if request.generated - before < 2:
+                    self._poison.failed(request, error, placement, began, alone)
+                if alone and error.reason == DECODE_UNREACHABLE and timeline.spare():  # it may still have waited
                     timeline.refused()
                     return
-                if alone and error.reason == DECODE_UNREACHABLE:  # it was still waiting to begin alone: not an attempt
+                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
+                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
                     timeline.refused()
                     return
                 timeline.failed()
@@ -128,8 +138,6 @@ class CompletionRunner:
                 log.warning(
                     "attempt.failed", request=request.request_id, attempt=timeline.attempts, error=error.message
                 )
-                if request.generated - before < 2:
-                    self._poison.failed(request, error, placement, began, alone)
                 if timeline.attempts >= self._settings.max_attempts:
                     raise _given_up(request, timeline, error) from error
             if request.generated - before >= 2:
@@ -161,7 +169,8 @@ class CompletionRunner:
         except WorkerLost as error:
             reason = NOT_SENT if error.reason == NOT_SENT else lost
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
-        self._scheduler.observe_path(placement, timeline.path_latency())
+        if not completion.request.sampling.HasField("grammar"):  # its prefill worker compiled it, too
+            self._scheduler.observe_path(placement, timeline.path_latency())
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:

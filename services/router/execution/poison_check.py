@@ -31,13 +31,13 @@ class PoisonCheck:
 
     def check(self, request: Request) -> None:
         """Raises InternalError when the request crashed two workers."""
-        if self._poison:
+        if self._poison.remembers(monotonic()):
             self._poison.check(identity(request), monotonic())
 
     async def settle(self, request: Request, deadline: float) -> bool:
         """As `check`, once the fates of the workers involved are known, or after `settle_s`. Returns whether the
         request is suspected and must begin alone."""
-        if not self._poison:
+        if not self._poison.remembers(monotonic()):
             return False
         key, now = identity(request), monotonic()
         with suppress(TimeoutError):
@@ -61,15 +61,15 @@ class PoisonCheck:
 
     def served(self, request: Request) -> None:
         """An attempt got past its first token."""
-        if self._poison:
+        if self._poison.remembers(monotonic()):
             self._poison.served(identity(request))
 
 
 def _loss(error: TandemError, placement: Placement, began: float, alone: bool) -> Loss | None:
     """The worker that may have crashed, or has failed, because of the request. A worker that had not reported the
-    admission counts as well: a crash loses unsent messages."""
-    if alone and error.reason == DECODE_UNREACHABLE:
-        return None  # it was still waiting to begin alone
+    admission counts as well: a crash loses unsent messages, and a grammar is compiled and an adapter loaded before it.
+    But the request may still have waited to begin alone, so that is no proof."""
+    alone = alone and error.reason != DECODE_UNREACHABLE
     if error.reason not in LOST and not isinstance(error, StepFailed):
         return None
     worker = (

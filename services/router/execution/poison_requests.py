@@ -7,8 +7,10 @@ machine or a pool fails, count as one: a second loss counts only if the request 
 
     one worker lost     an accident: the request is placed again like any other
     two                 a suspicion: the request begins alone, on one decode worker (services/decode/begin_gate.py)
-    one more, or two whose engines failed in a step with it
+    one more while it began alone, two more in any case, or two whose engines failed in a step with it
                         poison: neither this request nor the same one, sent again, is tried for a while
+
+One request beside it that is poison ends three workers, so a fourth is not that one's.
 
 A second token clears the count, also in another attempt of the same request. So neither running alongside a poison
 request nor two coincidences stop a request.
@@ -29,6 +31,7 @@ from tandem.errors import InternalError
 from tandem.v1 import sampling_pb2
 
 SUSPECT_LOST = 2  # workers after which a request must begin alone
+POISON_LOST = 4  # workers after which it is poison, whether it began alone or not
 POISON_S = 60.0  # since the last one was lost
 MAX_REQUESTS = 1024  # requests that are remembered
 MAX_LOSSES = 16  # of one request, the latest
@@ -53,7 +56,11 @@ class PoisonRequests:
         self._fate = fate
         self._lost: OrderedDict[bytes, list[Loss]] = OrderedDict()
 
-    def __bool__(self) -> bool:
+    def remembers(self, now: float) -> bool:
+        """Whether any request was lost within POISON_S. Forgets the others; while there is none, callers need not
+        compute what identifies a request."""
+        while self._lost and now - next(iter(self._lost.values()))[-1].at >= POISON_S:
+            self._lost.popitem(last=False)
         return bool(self._lost)
 
     def lost(self, request: bytes, loss: Loss) -> None:
@@ -70,7 +77,9 @@ class PoisonRequests:
     def undecided(self, request: bytes, now: float) -> bool:
         """Whether the verdict (retry, begin alone, or stop) depends on workers of unknown fate."""
         known, unknown = self._counted(request, now)
-        return any(loss.alone for loss in unknown) or len(known) < SUSPECT_LOST <= len(known) + len(unknown)
+        return any(loss.alone for loss in unknown) or any(
+            len(known) < verdict <= len(known) + len(unknown) for verdict in (SUSPECT_LOST, POISON_LOST)
+        )
 
     def suspected(self, request: bytes, now: float) -> bool:
         """Whether it must begin alone."""
@@ -80,11 +89,11 @@ class PoisonRequests:
         """Raises InternalError if the request must not be tried now."""
         lost, _ = self._counted(request, now)
         proved = len(lost) > SUSPECT_LOST and any(loss.alone for loss in lost)
-        if proved or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
+        if proved or len(lost) >= POISON_LOST or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
             raise InternalError(
-                f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or their"
-                f" engines failed in a step with it; it is refused for {POISON_S:.0f} s, so that it cannot end all"
-                " workers. Their logs have the reason",
+                f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or at"
+                f" least {POISON_LOST}, or their engines failed in a step with it; it is refused for {POISON_S:.0f} s,"
+                " so that it cannot end all workers. Their logs have the reason",
                 reason="KILLS_WORKERS",
             )
 

@@ -49,6 +49,7 @@ class RequestTimeline:
         self._admitted = arrived
         self._retries = 0.0  # attempts that failed or were refused, before the first token
         self._dispatched = arrived
+        self._spared = False
         self._unsent_since: float | None = None
         self._placement: Placement | None = None
         self._expected: Estimate | None = None  # of the placement that gave the first token
@@ -100,6 +101,11 @@ class RequestTimeline:
         token in between."""
         self._unsent_since = self._unsent_since or self._dispatched
         return monotonic() - self._unsent_since
+
+    def spare(self) -> bool:
+        """Whether a loss that may not be the request's doing is spared from its attempts: only the first."""
+        spared, self._spared = not self._spared, True
+        return spared
 
     def failed(self) -> None:
         if self._first is None:
@@ -195,12 +201,13 @@ class RequestTimeline:
         return receipt
 
     def path_latency(self) -> tuple[float, int, float] | None:
-        """The path latency of the attempt that ended: the seconds to its first token apart from queueing and computing,
-        the number of blocks moved, and the seconds by which the move delayed the second token. None if unknown."""
+        """The path latency of the attempt that ended: the seconds to its first token apart from queueing, computing and
+        admission (the reservation and the load of an adapter, as on any path), the number of blocks moved, and the
+        seconds by which the move delayed the second token. None if unknown."""
         first, transfer = self._attempt_first, self._transfer()
         if first is None or first is not self._first or self._ended is None:
             return None
-        inside = first.prefill.queue_seconds + first.prefill.compute_seconds
+        inside = first.admit_seconds + first.prefill.queue_seconds + first.prefill.compute_seconds
         seconds = self._first_at - self.arrived - self._before_dispatch - inside
         return (seconds, transfer.blocks, transfer.exposed_seconds) if transfer else (seconds, 0, 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.router.execution.request_timeline import ReceiptLog
+from services.router.preprocess.request import Request
 from services.router.routing.request_scheduler import RequestScheduler
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.telemetry.metrics import RouterMetrics
@@ -18,10 +19,12 @@ class UsageMeter:
         self._rate_limits = rate_limits
         self._scheduler = scheduler
 
-    def generated(self, tenant: str, tokens: int) -> None:
-        """A decode worker generated these tokens, which count towards the tenant's limit and its share."""
-        self._rate_limits.generated(tenant, tokens)
-        self._scheduler.generated(tenant, tokens)
+    def generated(self, request: Request, tokens: int) -> None:
+        """A decode worker generated these tokens, which count towards the tenant's share, and towards its limit if the
+        request's key has one: another key of the tenant may have none."""
+        if request.metered:
+            self._rate_limits.generated(request.tenant, tokens)
+        self._scheduler.generated(request.tenant, tokens)
 
     def sent(self, tokens: int, gap_s: float | None) -> None:
         """These tokens are ready for the client, `gap_s` after the previous ones; None for the first."""

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from services.router.preprocess.exclusive_schemas import MAX_ALTERNATIVES, ExclusiveSchemas
+from services.router.preprocess.exclusive_schemas import MAX_ALTERNATIVES, ExclusiveSchemas, TooMuchToCompare
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2
 
@@ -182,10 +182,12 @@ class _Schema:
     def __init__(self, field: str) -> None:
         self._field = field
         self._root: Any = None
+        self._exclusive = ExclusiveSchemas({})
 
     def check(self, root: Any) -> None:
         self._root = root
         if isinstance(root, dict):
+            self._exclusive = ExclusiveSchemas(root)
             for group in ("$defs", "definitions"):
                 defined = root.get(group, {})
                 if not isinstance(defined, dict):
@@ -233,7 +235,13 @@ class _Schema:
         for index, option in enumerate(options):
             self._node(option, f"{path}[{index}]", depth + 1)
         try:
-            pair = ExclusiveSchemas(self._root).overlapping(options)
+            pair = self._exclusive.overlapping(options)
+        except TooMuchToCompare as error:
+            raise self._refuse(
+                path,
+                "whether its schemas exclude each other takes too long to find out",
+                "smaller schemas; anyOf otherwise",
+            ) from error
         except RecursionError as error:  # a listed value
             raise self._refuse(path, "it is nested too deeply", f"at most {MAX_DEPTH} levels") from error
         if pair:

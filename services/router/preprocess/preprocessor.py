@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.preprocess.offload import MEDIUM_BYTES, Offload
+from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES, Offload
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, build_request
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
@@ -29,4 +29,6 @@ class Preprocessor:
         size = message.ByteSize()
         if message.chat.template:  # a program, which may run for long whatever its size
             size = max(size, MEDIUM_BYTES + 1)
+        elif message.sampling.HasField("grammar") or message.chat.HasField("tool_choice"):  # of schemas; likewise
+            size = max(size, SHORT_BYTES + 1)
         return await self._offload.run(tenant, size, build_request, *about)

@@ -45,6 +45,7 @@ class Request:
     adapter: str = ""  # its name; empty: the base model
     adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal, or is to choose them
     tenant: str = ""  # the owner of its key
+    metered: bool = False  # its key limits tokens per minute
     kv_holder: str = ""  # the decode worker that has the prompt's KV already
     unsuited: set[tuple[str, str]] = field(default_factory=set)  # incarnations that refused it and serve others
     priority: int = 0  # the smaller, the more urgent
@@ -82,7 +83,13 @@ class Request:
         sampling.seed = seed_of(self.sampling.seed, choice)
         internal_id = f"{self.internal_id}-{choice}"
         return replace(
-            self, internal_id=internal_id, tokens=list(self.tokens), sampling=sampling, choice=choice, notes=[]
+            self,
+            internal_id=internal_id,
+            tokens=list(self.tokens),
+            sampling=sampling,
+            choice=choice,
+            unsuited=set(self.unsuited),
+            notes=[],
         )
 
 

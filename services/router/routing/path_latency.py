@@ -1,14 +1,17 @@
 """The latency of each path through the cluster, learnt from the requests that took it. Pure: callers pass the time.
 
-A path is a decode worker and a prefill worker. Its latency is the time to the first token apart from queueing and
-computing, and the time by which moving the KV delayed the second token. The policy adds both to a placement's cost.
+A path is a decode worker and a prefill worker. Its latency is the time to the first token apart from queueing,
+computing and admission, and the time by which moving the KV delayed the second token. The policy adds both to a
+placement's cost.
 
 A slow path is used less, so old slowness must not count for ever:
 
 - the estimate of an unused path approaches the usual one: half of the way in HALF_LIFE_S;
 - within GROWTH_PERIOD_S an estimate at most doubles, whatever is measured and however often: a worker that hangs for
   seconds delays all its requests at once, and that is one event;
-- a path that was not used for FORGET_AFTER_S is forgotten, and an unknown path has the usual latency.
+- a path that was not used for FORGET_AFTER_S is forgotten, and an unknown path has the usual latency;
+- the usual estimate of a kind of path, local or remote, that nobody took for UNUSED_S approaches 0 likewise, and is
+  forgotten there: the first request may have met something that no other one does, and would keep all others away.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
 
 BLOCKS_SCALE = 32  # a move of this many blocks weighs the same for the latency per block as per move
 HALF_LIFE_S = 5.0
+UNUSED_S = 30.0
 FORGET_AFTER_S = 60.0
 MAX_GROWTH, GROWTH_PERIOD_S = 2.0, 1.0  # the largest factor by which an estimate grows, and in how many seconds
 MIN_ESTIMATE_S = 0.001  # a shorter estimate may grow as if it was this
@@ -55,9 +59,18 @@ class _Estimate:
             usual.block_s + kept * (self.move.each - usual.block_s),
         )
 
+    def faded(self, now: float) -> PathLatency:
+        """The usual estimate, after no path of its kind was used since its last update."""
+        kept = 0.5 ** (max(0.0, now - self.at - UNUSED_S) / HALF_LIFE_S)
+        return PathLatency(kept * self.first_s, kept * self.move.base, kept * self.move.each)
+
+    def set(self, latency: PathLatency) -> None:
+        self.first_s, self.move.base, self.move.each = latency.first_s, latency.moving_s, latency.block_s
+
     def learn(self, first_s: float, blocks: int, exposed_s: float, now: float, usual: _Estimate) -> None:
         aged = self.aged(now, usual.latency())
-        self.first_s, self.move.base, self.move.each, self.at = aged.first_s, aged.moving_s, aged.block_s, now
+        self.set(aged)
+        self.at = now
         if now - self._before_at >= GROWTH_PERIOD_S:
             self._before, self._before_at = aged, now
         before = self._before, usual._before
@@ -88,7 +101,10 @@ class PathLatencyTracker:
         `exposed_s` from there until `blocks` blocks had arrived."""
         key, remote = (decode, prefill), bool(prefill)
         usual = self._usual.get(remote)
-        if key not in self._known:
+        if usual and now - usual.at > UNUSED_S:
+            usual.set(usual.faded(now))
+            usual = usual if usual.latency().seconds(BLOCKS_SCALE) >= MIN_ESTIMATE_S else None
+        if key not in self._known or self._known[key].at < now - FORGET_AFTER_S:
             self._known[key] = _Estimate(now, usual)
         if usual is None:
             usual = self._usual[remote] = _Estimate(now)
@@ -102,7 +118,9 @@ class PathLatencyTracker:
             del self._known[oldest]
 
     def at(self, now: float) -> PathLatencySnapshot:
-        return PathLatencySnapshot(self._known, {remote: usual.latency() for remote, usual in self._usual.items()}, now)
+        return PathLatencySnapshot(
+            self._known, {remote: usual.faded(now) for remote, usual in self._usual.items()}, now
+        )
 
 
 class PathLatencySnapshot(Mapping[Key, PathLatency]):

@@ -41,6 +41,7 @@ class WorkerSnapshot:
     stream_s: float = 0.0  # seconds that each further stream adds
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected to be dead, did not reject a request just now
+    ready: bool = True  # as its record says, so that it will be usable soon
     sum_order: str = ""  # workers with equal values compute equal bits; "": unknown
     computes_with: str = ""  # workers with equal values give the same tokens
     tp: int = 1  # its number of ranks

@@ -95,10 +95,6 @@ class BlockIndex:
         self._kinds: dict[str, dict[tuple[Shape, bytes], int]] = {}  # adapter -> (shape, fingerprint) -> mask
         self._version = object()  # another one after each change
 
-    @property
-    def shapes(self) -> set[Shape]:
-        return {shape for shape, _ in self._kinds.get("", {})}
-
     def take(self, record: WorkerRecord, message: worker_pb2.WatchCacheResponse) -> Iterator[None]:
         """Applies a worker's next message, one slice per iteration; the iterator must be exhausted. Raises
         InternalError if a message is missing."""
@@ -149,11 +145,18 @@ class BlockIndex:
                 break
         return named
 
+    def kinds_of(self, prompt: Prompt) -> list[tuple[tuple[Shape, bytes], int]]:
+        """The kinds of blocks that may hold the prompt, each with its incarnations. If the fingerprint is known, a
+        worker without the adapter has no such block."""
+        if prompt.fingerprint:
+            return [((shape, prompt.fingerprint), mask) for (shape, _), mask in self._kinds.get("", {}).items()]
+        return list(self._kinds.get(prompt.adapter, {}).items())
+
     def _lengths(self, prompt: Prompt) -> list[tuple[int, int]]:
         """(leading tokens, mask of the incarnations that have exactly this many), the most first."""
         if prompt.lengths_at is not self._version:
             holders_by_length: dict[int, int] = {}
-            for ((block_size, recurrent), fingerprint), having in self._kinds_of(prompt):
+            for ((block_size, recurrent), fingerprint), having in self.kinds_of(prompt):
                 lengths = self._resumable if recurrent else self._leading
                 for tokens, mask in lengths(prompt, block_size, fingerprint, having) if having else ():
                     holders_by_length[tokens] = holders_by_length.get(tokens, 0) | mask
@@ -187,13 +190,6 @@ class BlockIndex:
                 lengths = {tokens: mask & ~resumes for tokens, mask in lengths.items()}
                 lengths[number * block_size] = resumes
         yield from lengths.items()
-
-    def _kinds_of(self, prompt: Prompt) -> list[tuple[tuple[Shape, bytes], int]]:
-        """The kinds of blocks that may hold the prompt, each with its incarnations. If the fingerprint is known, a
-        worker without the adapter has no such block."""
-        if prompt.fingerprint:
-            return [((shape, prompt.fingerprint), mask) for (shape, _), mask in self._kinds.get("", {}).items()]
-        return list(self._kinds.get(prompt.adapter, {}).items())
 
     def _begin(self, record: WorkerRecord, adapters: dict[str, bytes]) -> _Known:
         if self._free:
@@ -256,9 +252,9 @@ class PrefixIndex:
     async def prompt(self, tokens: Sequence[int], salt: bytes, adapter: str, fingerprint: bytes = b"") -> Prompt:
         """A prompt with its hashes computed, so that its placement does not delay the token streams."""
         prompt = Prompt(tokens, salt, adapter, fingerprint)
-        if len(prompt) > LONG_PROMPT_TOKENS and (fingerprint or not adapter):
-            for block_size, recurrent in self.index.shapes:
-                await asyncio.to_thread(prompt.states if recurrent else prompt.chain, block_size, fingerprint)
+        if len(prompt) > LONG_PROMPT_TOKENS:
+            for ((block_size, recurrent), known), _ in self.index.kinds_of(prompt):
+                await asyncio.to_thread(prompt.states if recurrent else prompt.chain, block_size, known)
         return prompt
 
     def cached(self, prompt: Prompt, record: WorkerRecord) -> int:

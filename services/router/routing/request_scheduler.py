@@ -21,6 +21,7 @@ from cluster.state.registry import State
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.useful_wait import UsefulWait
 from services.router.routing.waiting_request import Holders, WaitingRequest
 from services.router.routing.worker_pools import expected_wait
 from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
@@ -36,7 +37,6 @@ REJECTED_S = 0.5
 # The rate at which places become free is estimated from the latest placements while other requests waited: at least and
 # at most this many.
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
-MIN_RETRY_S = 0.1
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
 PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
 OVER = object()
@@ -58,6 +58,7 @@ class RequestScheduler:
         self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
+        self._useful_wait = UsefulWait(config.ttft, monotonic())
         self._placed: dict[int, WaitingRequest] = {}  # by the id() of its placement
 
     @asynccontextmanager
@@ -84,7 +85,7 @@ class RequestScheduler:
         first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
         request that has, is never refused because of an estimate. `begun_with`: see Begun. A suspected poison request
         begins `alone`: on a decode worker, which computes its prompt. `unsuited` are workers that cannot serve this
-        request; they are used only if there is no other.
+        request; they are used only if no other is ready, now or after a rest.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
@@ -149,6 +150,7 @@ class RequestScheduler:
     async def prefilled(self, placement: Placement) -> None:
         """The first token has arrived: the prompt is no longer part of a backlog. Safe to call twice."""
         self._workers.first_token(placement)
+        self._computes(placement)
         self._dispatch_soon()
 
     def observe_path(self, placement: Placement, latency: tuple[float, int, float] | None) -> None:
@@ -186,25 +188,7 @@ class RequestScheduler:
         """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
         even an immediate start would be too late."""
         wait_s, own_s = self._expected(waiting)
-        if own_s > remaining_s:  # a retry would not help either
-            raise DeadlineExceeded(
-                f"its prompt takes about {own_s:.2f} s to compute, and its deadline comes in {remaining_s:.2f} s",
-                field="deadline",
-                bound=f"at least {own_s:.2f} s",
-            )
-        wanted = [(remaining_s, "its deadline")]
-        if ttft_s is not None:
-            wanted.append((ttft_s, "its objective"))
-        if self._config.ttft is not None and wait_s > 0:  # an idle cluster serves even a long prompt
-            wanted.append((self._config.ttft, "the objective"))
-        within_s, whose = min(wanted)
-        if wait_s + own_s > within_s:
-            raise Busy(
-                f"its first token would come in about {wait_s + own_s:.1f} s, after {whose} of {within_s:.1f} s",
-                reason="OVERLOADED",
-                retry_after=max(MIN_RETRY_S, wait_s + own_s - within_s),
-            )
-        return max(0.0, within_s - own_s)
+        return self._useful_wait.seconds(wait_s, own_s, remaining_s, ttft_s, monotonic())
 
     def _expected(self, waiting: WaitingRequest) -> tuple[float, float]:
         """The expected seconds of waiting and of computing: by the workers' rates, or by the pace at which places came
@@ -367,6 +351,11 @@ class RequestScheduler:
         else:
             self._places.clear()
         self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
+        self._computes(placement)
+
+    def _computes(self, placement: Placement) -> None:
+        if placement.prefill or not self._workers.prefills.capacity.rate:  # where `_expected` looks
+            self._useful_wait.computes(monotonic())
 
     def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:
         self._workers.end(placement, waiting.blocks(placement), waiting.admitted)

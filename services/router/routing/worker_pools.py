@@ -189,8 +189,8 @@ class DecodePool:
         unsuited: Collection[tuple[str, str]] = (),
     ) -> list[WorkerSnapshot]:
         """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning, without
-        the `unsuited` unless no other is usable."""
-        if unsuited and not any(one.usable and one.identity not in unsuited for one in self.workers.values()):
+        the `unsuited` unless no other is ready: one that rests or is suspected is waited for."""
+        if unsuited and not any(one.ready and one.identity not in unsuited for one in self.workers.values()):
             unsuited = ()
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}
         chosen = {name: one for name, one in chosen.items() if one.identity not in unsuited}

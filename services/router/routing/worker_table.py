@@ -143,7 +143,7 @@ class WorkerTable:
         if local.beat != record.beat:  # the newer record counts this router's requests
             local.beat, local.running, local.blocks, local.full_until = record.beat, 0, 0, 0.0
         running, held = record.running + local.running, record.blocks_held + local.blocks
-        rests_until = max(local.full_until, local.suspect_until)
+        ready, rests_until = record.state is State.READY, max(local.full_until, local.suspect_until)
         return WorkerSnapshot(  # by position, in the order of its fields: keywords take twice as long
             record.worker_id,
             record.incarnation,
@@ -160,7 +160,8 @@ class WorkerTable:
             record.step_s,
             record.stream_s,
             local.last_used,
-            record.state is State.READY and (not rests_until or monotonic() >= rests_until),
+            ready and (not rests_until or monotonic() >= rests_until),
+            ready,
             record.sum_order,
             record.computes_with,
             record.tp,

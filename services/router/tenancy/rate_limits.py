@@ -86,6 +86,7 @@ class RateLimits:
             allowance.give_back()
 
     def generated(self, name: str, tokens: int) -> None:
+        """Only of requests whose key has a limit: nothing would fill the bucket again for the others."""
         if (tenant := self._tenants.get(name)) is not None:
             tenant.tokens -= tokens
 

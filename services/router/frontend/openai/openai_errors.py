@@ -37,7 +37,7 @@ def error_event(error: TandemError) -> bytes:
 
 def error_headers(error: TandemError) -> dict[str, str]:
     """Whether and when to retry, in the headers of HTTP and of OpenAI's own clients."""
-    again = isinstance(error, Busy | Unavailable)
+    again = isinstance(error, Unavailable) or (isinstance(error, Busy) and error.retry_after is not None)
     headers = {"x-should-retry": "true" if again else "false"}
     if again:
         seconds = error.retry_after or 1.0
