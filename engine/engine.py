@@ -208,7 +208,12 @@ class Engine:
         while part := self.retries.next(self.sequences):
             if plan := self.scheduler.plan(self._beside, alone, part.tokens, part.ids):
                 return plan
-        return self.scheduler.plan(self._beside, alone, self.retries.tokens)
+        for _ in range(2):  # the turn of prompts that find no room passes on
+            turn = self.retries.turn(self.scheduler.running, self.scheduler.waiting)
+            plan = self.scheduler.plan(self._beside, alone, self.retries.tokens, turn)
+            if plan or turn is None:
+                break
+        return plan
 
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """Retries the sequences of a failed step in smaller steps; a sequence that fails alone ends.
