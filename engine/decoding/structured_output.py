@@ -143,6 +143,11 @@ class Matcher:
 
     __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "matched")
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> Matcher:
+        """A new one, which has matched none of the sequence's tokens."""
+        return cls(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
+
     def __init__(self, compiled: Compiled, stop_ids: Iterable[int], reasoning: ReasoningTokens | None = None) -> None:
         self._stop_ids = sorted(stop_ids)
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
@@ -182,14 +187,6 @@ def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:
     words = bits[row].numpy().view(np.uint32)
     bit = np.uint32(1 << (token % 32))
     words[token // 32] = words[token // 32] | bit if value else words[token // 32] & ~bit
-
-
-def matcher_of(sequence: Sequence) -> Matcher:
-    """The matcher of a sequence with a grammar; created once, because it has state."""
-    if sequence.matcher is None:
-        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
-    matcher: Matcher = sequence.matcher
-    return matcher
 
 
 class Filling:
@@ -244,16 +241,27 @@ class Filling:
             with self._turn:
                 if attempt is not self._attempt:
                     return  # abandoned meanwhile; another thread does the rest
-                matched = sequence.matcher.matched if sequence.matcher else 0
-                replayed = len(sequence.tokens) - max(sequence.prompt_len, matched)
+                # Taken from the sequence until the row is filled: if the step fails and the sequence is retried, a
+                # thread that was left may still be inside the matcher, and another one would change it, too.
+                matcher, sequence.matcher = sequence.matcher, None
+                replayed = len(sequence.tokens) - max(sequence.prompt_len, matcher.matched if matcher else 0)
                 self._at = (index, thread_time(), TOKEN_CPU_S + REPLAY_CPU_S * replayed)
+            error: TandemError | None = None
             try:
-                matcher_of(sequence).fill(sequence, self.bits, row)
-            except InternalError as error:
-                self.failed[row] = error
-            except Exception as error:  # a bug, here or in the library, fails its row; the thread continues
+                matcher = matcher or Matcher.of(sequence)
+                matcher.fill(sequence, self.bits, row)
+            except InternalError as found:
+                error = found
+            except Exception as found:  # a bug, here or in the library, fails its row; the thread continues
                 log.exception("grammar.broken", sequence=sequence.id)
-                self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
+                error = InternalError(f"the grammar could not be matched: {type(found).__name__}")
+            with self._turn:
+                if attempt is not self._attempt:
+                    return
+                if error is None:
+                    sequence.matcher = matcher
+                else:
+                    self.failed[row] = error
         with self._turn:
             if attempt is self._attempt:
                 self._ended.set()

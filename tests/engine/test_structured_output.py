@@ -25,7 +25,7 @@ from engine.core.sequence import Sequence
 from engine.decoding import grammars as grammars_module
 from engine.decoding.grammars import Grammars
 from engine.decoding.sampler import choose
-from engine.decoding.structured_output import Masks, Matcher, Vocabulary, compile_spec, matcher_of, vocabulary
+from engine.decoding.structured_output import Masks, Matcher, Vocabulary, compile_spec, vocabulary
 from services.proto_convert import sampling_from
 from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Text, joined
@@ -88,6 +88,13 @@ def step(sequences: list[Sequence], logits: torch.Tensor | None = None) -> list[
 def unpacked(bits: torch.Tensor) -> np.ndarray:
     """Of one row: 1 for each token that may come."""
     return np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")[:VOCAB]
+
+
+def matcher_of(one: Sequence) -> Matcher:
+    """As the thread of masks makes it, once."""
+    one.matcher = one.matcher or Matcher.of(one)
+    matcher: Matcher = one.matcher
+    return matcher
 
 
 def possible(one: Sequence) -> set[int]:
@@ -669,6 +676,55 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
     assert [choice.token in b"ab" if choice.token else None for choice in choices] == [None, True]
     assert len(fills) == 1
     masks.end()
+
+
+def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a state, so that a token is matched once."""
+    made: list[Sequence] = []
+    new = Matcher.of
+    monkeypatch.setattr(Matcher, "of", lambda one: (made.append(one), new(one))[1])
+    one, masks = sequence(GrammarSpec("regex", "[ab]+")), Masks()
+    for _ in range(3):
+        choose(torch.zeros(1, VOCAB), [one], masks.begin([one], VOCAB))
+        one.tokens.append(97)
+    assert made == [one]
+    assert one.matcher.matched == len(one.tokens) - 1
+    masks.end()
+
+
+def threads_inside_one_matcher(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> int:
+    """How many are at once, when the step whose masks were slow has failed and its sequence is retried. `kept`: the
+    sequence keeps its matcher, as it did."""
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    one = sequence(GrammarSpec("regex", "[ab]+"))
+    go, inside = threading.Event(), set[int]()
+
+    class Spins(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            inside.add(threading.get_ident())
+            while not go.is_set():
+                pass
+
+    one.matcher = slow = Spins(one.grammar, one.stop_ids)
+    masks = Masks()
+    for _ in range(2):  # what the failed step learns of its rows is lost with it
+        filling = masks.begin([one], VOCAB)
+        assert filling is not None
+        filling.wait()
+        one.matcher = slow if kept else one.matcher
+    go.set()
+    masks.end()
+    for thread in masks.left_behind.threads:
+        thread.join(60)
+    assert kept or one.matcher is not slow, "nor does it come back with its thread"
+    return len(inside)
+
+
+def test_a_matcher_that_was_left_with_its_thread_serves_no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads inside one native matcher are a data race: it may crash the worker, or allow wrong tokens. The
+    control: they were two."""
+    assert threads_inside_one_matcher(monkeypatch, kept=False) == 1
+    assert threads_inside_one_matcher(monkeypatch, kept=True) == 2
 
 
 def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
