@@ -903,6 +903,24 @@ def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch
         grammars.compile(GrammarSpec("regex", "abcd")).result(60)
 
 
+def test_a_tenant_whose_grammars_are_stuck_gets_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar whose masks never end is one that compiles: from the cache it cost a thread with each request. Other
+    tenants get it, and a grammar that was refused is refused as before."""
+    grammars, spec, bad = Grammars(DEMO, 2048, [0]), GrammarSpec("regex", "abc"), GrammarSpec("regex", "(a")
+    found = grammars.compile(spec, "stuck").result(60)
+    with pytest.raises(InvalidRequest):
+        grammars.compile(bad, "stuck").result(60)
+    monkeypatch.setattr(grammars.left_behind, "count", lambda tenant: 3 if tenant == "stuck" else 0)
+    with pytest.raises(Busy) as caught:
+        grammars.compile(spec, "stuck").result(60)
+    assert caught.value.reason == "GRAMMARS_STUCK"
+    with pytest.raises(InvalidRequest):
+        grammars.compile(bad, "stuck").result(60)
+    assert grammars.compile(spec, "other").result(60) is found
+    monkeypatch.setattr(grammars.left_behind, "count", lambda _: 2)
+    assert grammars.compile(spec, "stuck").result(60) is found, "the control: two threads are no reason"
+
+
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used grammar is evicted first."""
     grammars = Grammars(DEMO, 2048, [0])
