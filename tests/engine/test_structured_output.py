@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -608,7 +609,7 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
 def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request gets a status, its neighbours their masks, and later steps another thread. CPU time decides: a thread
     that merely waits, because the machine is busy, is waited for."""
-    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
     spec = GrammarSpec("regex", "[ab]")
     slow, late, good = sequence(spec), sequence(spec), sequence(spec)
     go = threading.Event()
@@ -646,7 +647,7 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
 ) -> None:
     """The thread that was too slow went on with the next row, beside the one that took over: a token of that request
     was matched twice."""
-    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
     spec = GrammarSpec("regex", "[ab]+")
     slow, good = sequence(spec), sequence(spec)
     go, fills = threading.Event(), list[str]()
@@ -678,6 +679,94 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
     masks.end()
 
 
+def cpu_until_it_fails(monkeypatch: pytest.MonkeyPatch, at_once: float, each: float) -> tuple[float, int]:
+    """CPU seconds that a hostile request's masks take over its life, and its tokens; a good one gets all of its own."""
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", at_once)
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", each)
+    hostile = sequence(GrammarSpec("regex", "(a*)*(a*)*(aa|a)*(a|aa)*" * 8))  # compiles in a millisecond
+    good, masks = sequence(GrammarSpec("regex", "a+")), Masks()
+    compiled(hostile.sampling.grammar)
+    taken = time.process_time()
+    while True:  # as many tokens as it takes
+        filling = masks.begin([hostile, good], VOCAB)
+        assert filling is not None
+        filling.wait()
+        assert int(filling.bits[1, 97 // 32]) != 0
+        if failed := filling.failed:
+            break
+        hostile.tokens.append(97)
+        good.tokens.append(97)
+    taken = time.process_time() - taken
+    masks.end()
+    assert failed.keys() == {0}
+    assert isinstance(failed[0], InvalidRequest)
+    assert failed[0].reason == "GRAMMAR_TOO_COMPLEX"
+    for thread in masks.left_behind.threads:
+        thread.join(60)
+    return taken, hostile.generated
+
+
+def test_a_grammar_that_grows_slower_does_not_slow_down_the_others_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for its masks, so that the time counts over its tokens. The control: with a limit for each token alone,
+    it stays just below that for dozens of tokens."""
+    taken, tokens = cpu_until_it_fails(monkeypatch, 0.1, 0.002)
+    assert taken < 0.1 + 0.002 * tokens + 0.3  # a call under way is left within 50 ms or so
+    alone, longer = cpu_until_it_fails(monkeypatch, 0.1, 0.1)
+    assert alone > 3 * taken
+    assert longer > tokens
+
+
+@pytest.mark.parametrize(
+    ("masks_s", "fails_at"),
+    [
+        ([0.9] + [0.018] * 3000, None),  # a long text under a large grammar, on a slow machine
+        ([0.5, 0.5], None),
+        ([0.6, 0.6], 1),
+        ([0.0001] * 3000 + [0.9, 0.9], 3001),  # what was not used for long is not saved up
+        ([0.0001] * 3000 + [1.1], 3000),
+    ],
+)
+def test_the_time_of_a_request_s_masks_is_filled_up_by_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, masks_s: list[float], fails_at: int | None
+) -> None:
+    """Up to a second at once, and 20 ms for each token in the long run."""
+    clock = [1e6]
+    monkeypatch.setattr(engine.decoding.structured_output, "thread_time", lambda: clock[0])
+    one, masks, failed = sequence(GrammarSpec("regex", "a+")), Masks(), None
+
+    class Takes(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            clock[0] += masks_s[one.generated]
+            Matcher.fill(self, *arguments)
+
+    one.matcher = Takes(one.grammar, one.stop_ids)
+    for place in range(len(masks_s)):
+        filling = masks.begin([one], VOCAB)
+        assert filling is not None
+        if filling.wait().failed:
+            failed = place
+            break
+        one.tokens.append(97)
+    masks.end()
+    assert failed == fails_at
+
+
+def test_a_resumed_request_has_the_time_to_match_its_tokens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all matched before its first mask on another worker."""
+    clock = [1e6]
+    monkeypatch.setattr(engine.decoding.structured_output, "thread_time", lambda: clock[0])
+    resumed, masks = sequence(GrammarSpec("regex", "a+"), "a" * 500), Masks()
+
+    class Takes(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            clock[0] += 0.018 * resumed.generated
+            Matcher.fill(self, *arguments)
+
+    resumed.matcher = Takes(resumed.grammar, resumed.stop_ids)
+    assert choose(torch.zeros(1, VOCAB), [resumed], masks.begin([resumed], VOCAB))[0].token == 97
+    masks.end()
+
+
 def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a state, so that a token is matched once."""
     made: list[Sequence] = []
@@ -695,7 +784,7 @@ def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def threads_inside_one_matcher(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> int:
     """How many are at once, when the step whose masks were slow has failed and its sequence is retried. `kept`: the
     sequence keeps its matcher, as it did."""
-    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
     one = sequence(GrammarSpec("regex", "[ab]+"))
     go, inside = threading.Event(), set[int]()
 
