@@ -65,12 +65,14 @@ def choose(
     of sequences with a grammar. `compiled`: by the operator, if there is one."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
+    finite = _finite(logits, sequences)
     adjust(logits, sequences)
     failed = _without_tokens(logits, sequences)
     if filling:
         failed = _mask(logits, sequences, filling) | failed
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
-    tokens = sample(logits, how, positions, compiled=compiled)
+    chosen = draw(logits, how, positions, compiled=compiled)
+    tokens: list[int] = (chosen if finite is None else chosen.where(finite, -1)).tolist()  # waits for the device
     failed |= {row: not_finite(sequences[row]) for row, token in enumerate(tokens) if token < 0}
     known: dict[int, Logprob] = {}
     if asked:
@@ -80,6 +82,15 @@ def choose(
         Choice(None, None, failed[row]) if row in failed else Choice(token, known.get(row))
         for row, token in enumerate(tokens)
     ]
+
+
+def _finite(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | None:
+    """Whether the largest logit of each row is finite, bool [rows]; None where `draw` sees the same logits. What
+    changes them first may hide what is not finite: a penalty clamps an infinity, an excluded token may be the only NaN.
+    """
+    if not any(sequence.sampling.adjusts or sequence.sampling.grammar is not None for sequence in sequences):
+        return None
+    return logits.amax(dim=-1).isfinite()
 
 
 def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:

@@ -853,6 +853,18 @@ def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
     masks.end()
 
 
+def test_a_mask_does_not_hide_logits_that_are_no_numbers() -> None:
+    """Neither where the grammar excludes the token, nor where it would be blamed for a dead end; and a mask that failed
+    itself does not hide it either."""
+    spec = GrammarSpec("regex", "[ab]")
+    logits = torch.zeros(4, VOCAB)
+    logits[0, 120], logits[1], logits[2, 120] = math.nan, -math.inf, math.nan
+    rows = [sequence(spec) for _ in range(4)]
+    broken = sequence(spec, "x")  # does not fit its grammar
+    reasons = [choice.error and choice.error.reason for choice in step([rows[0], rows[1], broken, rows[3]], logits)]
+    assert reasons == ["LOGITS_NOT_FINITE"] * 3 + [None]
+
+
 def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that takes too long is refused, at once when it comes again; the next one is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
