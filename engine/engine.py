@@ -323,16 +323,17 @@ class Engine:
         before = [sequence.num_computed for sequence, _ in plan]
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
+            error: TandemError | None = None
             if scored := sequence.to_score(count):
-                score_prompt(sequence, scored, logits[row : row + len(scored)])
+                error = score_prompt(sequence, scored, logits[row : row + len(scored)])
                 row += len(scored)
             caught_up = count == sequence.num_uncomputed
             sequence.num_computed += count
             if caught_up:
-                runs.append(Run(sequence, draft, row))
+                runs.append(Run(sequence, draft, row, error))
                 row += 1 + len(draft)
             else:
-                progress.append(Progress(sequence, sequence.num_computed, None, None))
+                progress.append(Progress(sequence, sequence.num_computed, None, None, error=error))
         compiled = self.model.kernels != REFERENCE
         progress += append_chosen(runs, logits, filling, self.speculation, compiled=compiled)
         # From here on, transfers may read these blocks, or write to freed ones, outside the device's queue. The wait

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import struct
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -153,19 +154,19 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
     )
 
 
-def not_finite(sequence: Sequence) -> InternalError:
-    """The error for logits that are not finite: weights or KV have NaN or infinity, or a sum exceeds the type's range,
-    so any token would be arbitrary."""
+def not_finite(sequence: Sequence, after: int | None = None) -> InternalError:
+    """The error for logits that are not finite (after all tokens, or that many): weights or KV have NaN or infinity, or
+    a sum exceeds the type's range, so any token would be arbitrary."""
     return InternalError(
-        f"the model's logits after {len(sequence.tokens)} tokens are not finite; the stream was stopped to keep it"
-        " exact",
+        f"the model's logits after {after or len(sequence.tokens)} tokens are not finite; the stream was stopped to"
+        " keep it exact",
         reason="LOGITS_NOT_FINITE",
     )
 
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
     """For each row its token's log probability, and those of its `tops` most likely tokens; of equally likely ones the
-    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal."""
+    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal. NaN where the largest is not finite."""
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops) + 1, logits.shape[-1]))  # [rows, widest top and one more]
@@ -177,7 +178,8 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
         values, ids = row[1 : 1 + wide], row[1 + wide : -1]
         if any(one == other for one, other in pairwise(values[: top + 1])):
             ids = _from(logits[at], row[-1])
-        found.append(Logprob(row[0], [int(token) for token in ids[:top]], values[:top]))
+        own = row[0] if not math.isnan(row[1]) else math.nan  # of an infinity: below it -inf, which looks finite
+        found.append(Logprob(own, [int(token) for token in ids[:top]], values[:top]))
     return found
 
 
@@ -390,8 +392,12 @@ def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def score_prompt(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
-    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]."""
+def score_prompt(sequence: Sequence, positions: range, logits: torch.Tensor) -> InternalError | None:
+    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]. Returns the error
+    if some are not finite."""
     top = sequence.sampling.prompt_logprobs or 0
     follow = [sequence.tokens[position + 1] for position in positions]
-    sequence.prompt_logprobs += logprobs(logits, follow, [top] * len(follow))
+    found = logprobs(logits, follow, [top] * len(follow))
+    sequence.prompt_logprobs += found
+    ill = (position for position, one in zip(positions, found, strict=True) if math.isnan(one.chosen))
+    return next((not_finite(sequence, position + 1) for position in ill), None)
