@@ -291,11 +291,11 @@ class Engine:
             raise ValueError(f"{sequence.id} is already in the engine")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        needed, usable = self.pool.blocks_for(sequence.max_len), self.pool.total - self.state_blocks
-        if needed > usable:
-            what = f"{sequence.max_len} tokens need {needed} blocks, this worker has {usable}; ask for fewer tokens"
-            bound = f"prompt + max_tokens <= {usable * self.pool.block_size}"
-            raise TooLarge(what, field="max_tokens", bound=bound)
+        longest = (self.pool.total - self.state_blocks) * self.pool.block_size
+        longest = min(longest, self.model.max_model_len)  # in a pool with unequal limits the router asks the others
+        if sequence.max_len > longest:
+            what = f"prompt and max_tokens are {sequence.max_len} tokens, this worker takes {longest}; ask for fewer"
+            raise TooLarge(what, field="max_tokens", bound=f"prompt + max_tokens <= {longest}")
         self.sequences[sequence.id] = sequence
 
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
