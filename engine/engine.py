@@ -33,7 +33,8 @@ from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.grammars import Grammars
 from engine.decoding.new_tokens import Run, append_chosen
-from engine.decoding.sampler import not_finite, score_prompt
+from engine.decoding.no_token import not_finite
+from engine.decoding.sampler import score_prompt
 from engine.decoding.speculative import Speculation
 from engine.decoding.structured_output import Filling, Masks
 from engine.kernels import REFERENCE, speed_check

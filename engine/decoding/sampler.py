@@ -38,8 +38,9 @@ from engine import kernels
 from engine.attention.forward_context import on_device
 from engine.core.sequence import Logprob, Sequence
 from engine.decoding import structured_output
+from engine.decoding.no_token import dead_end, not_finite, nothing_allowed
 from engine.gpu import sampling as gpu_sampling
-from tandem.errors import InternalError, InvalidRequest, TandemError
+from tandem.errors import InternalError, TandemError
 from tandem.sampling import Sampling
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
@@ -98,7 +99,7 @@ def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_ou
     """Applies grammars, in place. Returns the rows for which no token is left, and why; ignore the logits of these."""
     filling.wait()
     structured_output.apply(logits, filling)
-    failed = {row: _dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
+    failed = {row: dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
     if failed:
         logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
     return failed
@@ -109,7 +110,7 @@ def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int,
     limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
     if not limited:
         return {}
-    failed: dict[int, TandemError] = {row: _nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
+    failed: dict[int, TandemError] = {row: nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
     if failed:
         logits[list(failed)] = 0.0  # as below
     return failed
@@ -119,49 +120,6 @@ def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:
     """Those of the rows in which no token is left."""
     best = logits[rows].amax(dim=-1).tolist()
     return [row for row, highest in zip(rows, best, strict=True) if highest == -torch.inf]
-
-
-def _nothing_allowed(sequence: Sequence) -> InvalidRequest:
-    field = "allowed_token_ids" if sequence.sampling.allowed_token_ids else "bad_words"
-    return InvalidRequest(
-        f"allowed_token_ids, bad_words and min_tokens together leave no token after {sequence.generated} tokens",
-        reason="NO_TOKEN_ALLOWED",
-        field=f"sampling.{field}",
-        bound="at least one possible token at every place",
-    )
-
-
-def _dead_end(sequence: Sequence) -> InvalidRequest:
-    if sequence.generated < sequence.sampling.min_tokens:
-        return InvalidRequest(
-            f"the grammar permits only the end after {sequence.generated} tokens",
-            reason="GRAMMAR_DEAD_END",
-            field="sampling.min_tokens",
-            bound=f"at most {sequence.generated} with this grammar and seed",
-        )
-    if sequence.sampling.restricts:
-        return InvalidRequest(
-            f"allowed_token_ids and bad_words leave no token that fits the grammar after {sequence.generated} tokens",
-            reason="GRAMMAR_DEAD_END",
-            field="sampling.grammar",
-            bound="a grammar that the tokens which are left can write",
-        )
-    return InvalidRequest(
-        f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
-        reason="GRAMMAR_DEAD_END",
-        field="sampling.grammar",
-        bound="a grammar whose every beginning can be completed",
-    )
-
-
-def not_finite(sequence: Sequence, after: int | None = None) -> InternalError:
-    """The error for logits that are not finite (after all tokens, or that many): weights or KV have NaN or infinity, or
-    a sum exceeds the type's range, so any token would be arbitrary."""
-    return InternalError(
-        f"the model's logits after {after or len(sequence.tokens)} tokens are not finite; the stream was stopped to"
-        " keep it exact",
-        reason="LOGITS_NOT_FINITE",
-    )
 
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
