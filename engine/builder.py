@@ -27,6 +27,7 @@ from engine.kernels.weight_cache import cache_of
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model
 from engine.loading.module_loader import read_config, return_memory
+from engine.loading.position_limits import longest_served
 from engine.parallel.leader import Ranks
 from engine.parallel.rank_memory import Loading, described
 from engine.parallel.tp_plan import check_plan, check_settings
@@ -178,10 +179,13 @@ def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], N
         raise SettingsError(f"{settings.model}: {NO_DRAFTS}", field="speculation", bound="off for this model")
     if settings.draft_model is None:
         return None
+    # No longer than the target's sequences, nor than what the draft takes: beyond its length it makes no drafts.
+    longest = longest_served(read_config(checkpoint.resolve(settings.draft_model)))
     draft = load_model(
         settings.draft_model,
         dtype=target.dtype,
         device=target.device,
+        max_model_len=min(target.max_model_len, longest or target.max_model_len),
         block_size=settings.block_size,
         weights=settings.weights,
         cache=cache_of(settings.weight_cache, settings.weight_cache_gib),

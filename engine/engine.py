@@ -33,7 +33,8 @@ from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.grammars import Grammars
 from engine.decoding.new_tokens import Run, append_chosen
-from engine.decoding.sampler import not_finite, score_prompt
+from engine.decoding.no_token import not_finite
+from engine.decoding.sampler import score_prompt
 from engine.decoding.speculative import Speculation
 from engine.decoding.structured_output import Filling, Masks
 from engine.kernels import speed_check
@@ -208,7 +209,12 @@ class Engine:
         while part := self.retries.next(self.sequences):
             if plan := self.scheduler.plan(self._beside, alone, part.tokens, part.ids):
                 return plan
-        return self.scheduler.plan(self._beside, alone, self.retries.tokens)
+        for _ in range(2):  # the turn of prompts that find no room passes on
+            turn = self.retries.turn(self.scheduler.running, self.scheduler.waiting)
+            plan = self.scheduler.plan(self._beside, alone, self.retries.tokens, turn)
+            if plan or turn is None:
+                break
+        return plan
 
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """Retries the sequences of a failed step in smaller steps; a sequence that fails alone ends.
@@ -286,11 +292,11 @@ class Engine:
             raise ValueError(f"{sequence.id} is already in the engine")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        needed, usable = self.pool.blocks_for(sequence.max_len), self.pool.total - self.state_blocks
-        if needed > usable:
-            what = f"{sequence.max_len} tokens need {needed} blocks, this worker has {usable}; ask for fewer tokens"
-            bound = f"prompt + max_tokens <= {usable * self.pool.block_size}"
-            raise TooLarge(what, field="max_tokens", bound=bound)
+        longest = (self.pool.total - self.state_blocks) * self.pool.block_size
+        longest = min(longest, self.model.max_model_len)  # in a pool with unequal limits the router asks the others
+        if sequence.max_len > longest:
+            what = f"prompt and max_tokens are {sequence.max_len} tokens, this worker takes {longest}; ask for fewer"
+            raise TooLarge(what, field="max_tokens", bound=f"prompt + max_tokens <= {longest}")
         self.sequences[sequence.id] = sequence
 
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
@@ -318,16 +324,17 @@ class Engine:
         before = [sequence.num_computed for sequence, _ in plan]
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
+            error: TandemError | None = None
             if scored := sequence.to_score(count):
-                score_prompt(sequence, scored, logits[row : row + len(scored)])
+                error = score_prompt(sequence, scored, logits[row : row + len(scored)])
                 row += len(scored)
             caught_up = count == sequence.num_uncomputed
             sequence.num_computed += count
             if caught_up:
-                runs.append(Run(sequence, draft, row))
+                runs.append(Run(sequence, draft, row, error))
                 row += 1 + len(draft)
             else:
-                progress.append(Progress(sequence, sequence.num_computed, None, None))
+                progress.append(Progress(sequence, sequence.num_computed, None, None, error=error))
         progress += append_chosen(runs, logits, filling, self.speculation, compiled=self.model.draws_compiled)
         # From here on, transfers may read these blocks, or write to freed ones, outside the device's queue. The wait
         # also makes the measured seconds those of the device. No step waits twice, because reading a token back has

@@ -16,4 +16,4 @@ class Progress(NamedTuple):
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
-    error: TandemError | None = None  # it caught up and no token was possible: it is over
+    error: TandemError | None = None  # it is over: no token was possible, or its prompt has no scores

@@ -75,7 +75,7 @@ class Sequence:
     adapter: LoraSlot | None = None  # None: the base model
     # sampling.grammar, compiled before anything is reserved (engine.decoding.structured_output.Compiled)
     grammar: Any = None
-    matcher: Any = None  # how far the tokens follow the grammar; only structured_output.matcher_of makes one
+    matcher: Any = None  # how far the tokens follow the grammar; only structured_output.Filling makes one
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
     rounded: bool = False  # its KV was kept in another type before: others must not find it in the prefix cache
     num_computed: int = 0  # leading tokens whose KV is in its blocks

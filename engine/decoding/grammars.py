@@ -58,6 +58,11 @@ class Grammars:
         """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
         done: Future[Compiled] = Future()
         with self._lock:
+            # Also one that is compiled already: it may be the one whose masks take too long, again and again. One that
+            # was refused is refused, so that the router sends it nowhere else.
+            if spec not in self._refused and (stuck := self._stuck(tenant)):
+                done.set_exception(stuck)
+                return done
             known = self._compiled.get(spec)
             if known is not None:
                 self._compiled.move_to_end(spec)
@@ -111,13 +116,19 @@ class Grammars:
                 return False
             return True
 
+    def _stuck(self, tenant: str) -> Busy | None:
+        """What a tenant is told whose threads in calls that do not end are too many."""
+        if self.left_behind.count(tenant) <= MAX_LEFT_BEHIND:
+            return None
+        return Busy(
+            "this worker still computes grammars of this tenant that it has abandoned; `tandem drain` restarts it",
+            reason="GRAMMARS_STUCK",
+            retry_after=5.0,
+        )
+
     def _begin(self, spec: GrammarSpec, tenant: str) -> NativeCall[Compiled]:
-        if self.left_behind.count(tenant) > MAX_LEFT_BEHIND:
-            raise Busy(
-                "this worker still computes grammars of this tenant that it has abandoned; `tandem drain` restarts it",
-                reason="GRAMMARS_STUCK",
-                retry_after=5.0,
-            )
+        if stuck := self._stuck(tenant):
+            raise stuck
         known = self._vocabulary = self._vocabulary or vocabulary(self._folder, self._vocab_size, self._eos)
         return NativeCall("grammar-compile", lambda: compile_spec(spec, known))
 

@@ -13,6 +13,7 @@ from engine.core.sequence import Sequence
 from engine.decoding.sampler import choose
 from engine.decoding.speculative import Speculation, agrees
 from engine.decoding.structured_output import Filling
+from tandem.errors import TandemError
 
 
 class Run(NamedTuple):
@@ -21,6 +22,7 @@ class Run(NamedTuple):
     sequence: Sequence
     draft: list[int]
     row: int  # of the logits after its last token; those after each draft follow
+    error: TandemError | None = None  # of its prompt's scores: it gets no token
 
 
 def append_chosen(
@@ -39,6 +41,8 @@ def append_chosen(
         still: list[Run] = []
         for run, (token, logprob, error) in zip(going, chosen, strict=True):
             sequence = run.sequence
+            if run.error is not None:
+                token, logprob, error = None, None, run.error
             finish = sequence.append(token) if token is not None else None
             progress.append(Progress(sequence, sequence.num_computed, token, finish, logprob, error))
             if token is None or finish is not None:
@@ -49,7 +53,7 @@ def append_chosen(
         place, going = place + 1, still
     if speculation:
         tokens = Counter(item.sequence.id for item in progress)
-        for sequence, draft, _ in runs:
+        for sequence, draft, *_ in runs:
             if draft:
                 speculation.verified(sequence, len(draft), tokens[sequence.id] - 1)
     return progress

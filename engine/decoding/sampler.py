@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import struct
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -37,8 +38,9 @@ from engine import kernels
 from engine.attention.forward_context import on_device
 from engine.core.sequence import Logprob, Sequence
 from engine.decoding import structured_output
+from engine.decoding.no_token import dead_end, not_finite, nothing_allowed
 from engine.gpu import sampling as gpu_sampling
-from tandem.errors import InternalError, InvalidRequest, TandemError
+from tandem.errors import InternalError, TandemError
 from tandem.sampling import Sampling
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
@@ -65,12 +67,14 @@ def choose(
     of sequences with a grammar. `compiled`: by the operator, if there is one."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
+    finite = _finite(logits, sequences)
     adjust(logits, sequences)
     failed = _without_tokens(logits, sequences)
     if filling:
         failed = _mask(logits, sequences, filling) | failed
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
-    tokens = sample(logits, how, positions, compiled=compiled)
+    chosen = draw(logits, how, positions, compiled=compiled)
+    tokens: list[int] = (chosen if finite is None else chosen.where(finite, -1)).tolist()  # waits for the device
     failed |= {row: not_finite(sequences[row]) for row, token in enumerate(tokens) if token < 0}
     known: dict[int, Logprob] = {}
     if asked:
@@ -82,11 +86,20 @@ def choose(
     ]
 
 
+def _finite(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | None:
+    """Whether the largest logit of each row is finite, bool [rows]; None where `draw` sees the same logits. What
+    changes them first may hide what is not finite: a penalty clamps an infinity, an excluded token may be the only NaN.
+    """
+    if not any(sequence.sampling.adjusts or sequence.sampling.grammar is not None for sequence in sequences):
+        return None
+    return logits.amax(dim=-1).isfinite()
+
+
 def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:
     """Applies grammars, in place. Returns the rows for which no token is left, and why; ignore the logits of these."""
     filling.wait()
     structured_output.apply(logits, filling)
-    failed = {row: _dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
+    failed = {row: dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
     if failed:
         logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
     return failed
@@ -97,7 +110,7 @@ def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int,
     limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
     if not limited:
         return {}
-    failed: dict[int, TandemError] = {row: _nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
+    failed: dict[int, TandemError] = {row: nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
     if failed:
         logits[list(failed)] = 0.0  # as below
     return failed
@@ -109,52 +122,9 @@ def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:
     return [row for row, highest in zip(rows, best, strict=True) if highest == -torch.inf]
 
 
-def _nothing_allowed(sequence: Sequence) -> InvalidRequest:
-    field = "allowed_token_ids" if sequence.sampling.allowed_token_ids else "bad_words"
-    return InvalidRequest(
-        f"allowed_token_ids, bad_words and min_tokens together leave no token after {sequence.generated} tokens",
-        reason="NO_TOKEN_ALLOWED",
-        field=f"sampling.{field}",
-        bound="at least one possible token at every place",
-    )
-
-
-def _dead_end(sequence: Sequence) -> InvalidRequest:
-    if sequence.generated < sequence.sampling.min_tokens:
-        return InvalidRequest(
-            f"the grammar permits only the end after {sequence.generated} tokens",
-            reason="GRAMMAR_DEAD_END",
-            field="sampling.min_tokens",
-            bound=f"at most {sequence.generated} with this grammar and seed",
-        )
-    if sequence.sampling.restricts:
-        return InvalidRequest(
-            f"allowed_token_ids and bad_words leave no token that fits the grammar after {sequence.generated} tokens",
-            reason="GRAMMAR_DEAD_END",
-            field="sampling.grammar",
-            bound="a grammar that the tokens which are left can write",
-        )
-    return InvalidRequest(
-        f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
-        reason="GRAMMAR_DEAD_END",
-        field="sampling.grammar",
-        bound="a grammar whose every beginning can be completed",
-    )
-
-
-def not_finite(sequence: Sequence) -> InternalError:
-    """The error for logits that are not finite: weights or KV have NaN or infinity, or a sum exceeds the type's range,
-    so any token would be arbitrary."""
-    return InternalError(
-        f"the model's logits after {len(sequence.tokens)} tokens are not finite; the stream was stopped to keep it"
-        " exact",
-        reason="LOGITS_NOT_FINITE",
-    )
-
-
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
     """For each row its token's log probability, and those of its `tops` most likely tokens; of equally likely ones the
-    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal."""
+    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal. NaN where the largest is not finite."""
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops) + 1, logits.shape[-1]))  # [rows, widest top and one more]
@@ -166,7 +136,8 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
         values, ids = row[1 : 1 + wide], row[1 + wide : -1]
         if any(one == other for one, other in pairwise(values[: top + 1])):
             ids = _from(logits[at], row[-1])
-        found.append(Logprob(row[0], [int(token) for token in ids[:top]], values[:top]))
+        own = row[0] if not math.isnan(row[1]) else math.nan  # of an infinity: below it -inf, which looks finite
+        found.append(Logprob(own, [int(token) for token in ids[:top]], values[:top]))
     return found
 
 
@@ -379,8 +350,12 @@ def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def score_prompt(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
-    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]."""
+def score_prompt(sequence: Sequence, positions: range, logits: torch.Tensor) -> InternalError | None:
+    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]. Returns the error
+    if some are not finite."""
     top = sequence.sampling.prompt_logprobs or 0
     follow = [sequence.tokens[position + 1] for position in positions]
-    sequence.prompt_logprobs += logprobs(logits, follow, [top] * len(follow))
+    found = logprobs(logits, follow, [top] * len(follow))
+    sequence.prompt_logprobs += found
+    ill = (position for position, one in zip(positions, found, strict=True) if math.isnan(one.chosen))
+    return next((not_finite(sequence, position + 1) for position in ill), None)

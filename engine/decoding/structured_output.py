@@ -9,7 +9,8 @@ resume carry no matcher state.
 Compiling and matching are native calls that cannot be interrupted, and a hostile grammar may make one last for hours.
 So they run on threads that are abandoned when a call has taken too much CPU time: only that request fails, and the
 thread gets what the others leave of the processor. CPU time is measured because a busy machine is no reason to refuse a
-grammar.
+grammar. All rows of a step wait for the slowest mask, so the time counts over all tokens of a request: with a limit for
+each token alone, one grammar could make every step of the worker last that long.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from tandem.sampling import GrammarSpec, ReasoningTokens
 log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
 
-TOKEN_CPU_S = 1.0  # limit for one mask; a typical one takes 0.2 ms
-REPLAY_CPU_S = 0.005  # added for each token that is matched again
+# Of a request's masks: as much at once, and as much for each token in the long run. A typical mask takes 0.2 ms; those
+# of large schemas with a vocabulary of 150,000 tokens took 4 ms on average and up to 41 ms.
+MASK_CPU_S, TOKEN_CPU_S = 1.0, 0.02
 MAX_WHITESPACE = 4  # between two parts of JSON; without a limit a small model may write white space forever
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -141,7 +143,12 @@ class Matcher:
     """How far a sequence's generated tokens have been matched; derived from them alone. In the reasoning before the
     text every token is allowed, special ones included, except stop tokens."""
 
-    __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "matched")
+    __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "credit_s", "matched")
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Matcher:
+        """A new one, which has matched none of the sequence's tokens."""
+        return cls(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
 
     def __init__(self, compiled: Compiled, stop_ids: Iterable[int], reasoning: ReasoningTokens | None = None) -> None:
         self._stop_ids = sorted(stop_ids)
@@ -150,6 +157,7 @@ class Matcher:
         self._free = reasoning is not None and reasoning.open is None  # the next token is part of the reasoning
         self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as its end marker has
         self.matched = 0  # leading tokens of the sequence, its prompt included
+        self.credit_s = MASK_CPU_S  # of CPU time that its masks may take before the next token; never more than that
 
     def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
         """Sets the bits of the tokens that may follow the sequence's: [rows, vocab / 32] int32. A stop token may follow
@@ -184,14 +192,6 @@ def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:
     words[token // 32] = words[token // 32] | bit if value else words[token // 32] & ~bit
 
 
-def matcher_of(sequence: Sequence) -> Matcher:
-    """The matcher of a sequence with a grammar; created once, because it has state."""
-    if sequence.matcher is None:
-        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
-    matcher: Matcher = sequence.matcher
-    return matcher
-
-
 class Filling:
     """The masks of one step. Made by Masks.begin; the sequences must not change until `wait` has returned."""
 
@@ -204,7 +204,7 @@ class Filling:
         self._sequences = list(rows.values())
         self._ended = threading.Event()
         self._turn = threading.Lock()  # held to begin a row, and to move the rest to a new thread
-        self._at = (0, 0.0, TOKEN_CPU_S)  # the row, its thread's CPU time as it began, and how much more it may take
+        self._at = (0, 0.0, MASK_CPU_S)  # the row, its thread's CPU time as it began, and how much more it may take
         self._start(0)
 
     def wait(self) -> Filling:
@@ -223,40 +223,66 @@ class Filling:
             if self._masks.thread().cpu_s() - began <= allowed:
                 return
             self._attempt = object()
-        self.failed[self.rows[index]] = InvalidRequest(
-            "the grammar takes too long to find the next token; make it less ambiguous",
-            reason="GRAMMAR_TOO_COMPLEX",
-            field="sampling.grammar",
-            bound=f"{TOKEN_CPU_S:g} s of CPU time for a token",
-        )
+        self.failed[self.rows[index]] = _too_slow()
         self._masks.leave(self._sequences[index].tenant)
         self._start(index + 1)
 
     def _start(self, index: int) -> None:
         thread = self._masks.thread()
         self._attempt = attempt = object()
-        self._at = (index, thread.cpu_s(), TOKEN_CPU_S)
+        self._at = (index, thread.cpu_s(), MASK_CPU_S)
         thread.submit(lambda: self._fill(index, attempt))
 
     def _fill(self, start: int, attempt: object) -> None:
         for index in range(start, len(self.rows)):
-            sequence, row = self._sequences[index], self.rows[index]
-            with self._turn:
-                if attempt is not self._attempt:
-                    return  # abandoned meanwhile; another thread does the rest
-                matched = sequence.matcher.matched if sequence.matcher else 0
-                replayed = len(sequence.tokens) - max(sequence.prompt_len, matched)
-                self._at = (index, thread_time(), TOKEN_CPU_S + REPLAY_CPU_S * replayed)
-            try:
-                matcher_of(sequence).fill(sequence, self.bits, row)
-            except InternalError as error:
-                self.failed[row] = error
-            except Exception as error:  # a bug, here or in the library, fails its row; the thread continues
-                log.exception("grammar.broken", sequence=sequence.id)
-                self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
+            if not self._fill_row(index, attempt):
+                return  # abandoned meanwhile; another thread does the rest
         with self._turn:
             if attempt is self._attempt:
                 self._ended.set()
+
+    def _fill_row(self, index: int, attempt: object) -> bool:
+        """False: the thread was abandoned."""
+        sequence, row = self._sequences[index], self.rows[index]
+        with self._turn:
+            if attempt is not self._attempt:
+                return False
+            # Taken from the sequence until the row is filled: if the step fails and the sequence is retried, a thread
+            # that was left may still be inside the matcher, and another one would change it, too.
+            matcher, sequence.matcher = sequence.matcher, None
+            unmatched = len(sequence.tokens) - max(sequence.prompt_len, matcher.matched if matcher else 0)
+            allowed = (matcher.credit_s if matcher else MASK_CPU_S) + TOKEN_CPU_S * unmatched
+            began = thread_time()
+            self._at = (index, began, allowed)
+        error: TandemError | None = None
+        try:
+            matcher = matcher or Matcher.of(sequence)
+            matcher.fill(sequence, self.bits, row)
+            left = allowed - (thread_time() - began)
+            matcher.credit_s = min(MASK_CPU_S, left)
+            error = _too_slow() if left < 0 else None
+        except InternalError as found:
+            error = found
+        except Exception as found:  # a bug, here or in the library, fails its row; the thread continues
+            log.exception("grammar.broken", sequence=sequence.id)
+            error = InternalError(f"the grammar could not be matched: {type(found).__name__}")
+        with self._turn:
+            if attempt is not self._attempt:
+                return False
+            if error is None:
+                sequence.matcher = matcher
+            else:
+                self.failed[row] = error
+        return True
+
+
+def _too_slow() -> InvalidRequest:
+    return InvalidRequest(
+        "the grammar takes too long to find the next token; make it less ambiguous",
+        reason="GRAMMAR_TOO_COMPLEX",
+        field="sampling.grammar",
+        bound=f"{MASK_CPU_S:g} s of CPU time, and {TOKEN_CPU_S * 1000:g} ms more for each token",
+    )
 
 
 class Masks:

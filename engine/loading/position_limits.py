@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from tandem.errors import CheckpointRefused, SettingsError
 
+LONGROPE = "longrope"
 SHORTEST = 2  # tokens of a sequence: one of a prompt, and one after it
 
 
@@ -22,8 +23,7 @@ def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
     Raises SettingsError when `wanted` is below SHORTEST or beyond the config's limit, and CheckpointRefused when that
     limit is below SHORTEST.
     """
-    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    own = own if own is not None and own > 0 else None  # -1, or 0: there is no limit
+    own = _own_length(config)
     if wanted is None and own is None:
         raise SettingsError(
             f"the config of {config.model_type} states no maximum length; set max_model_len", field="max_model_len"
@@ -41,20 +41,25 @@ def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
     return length
 
 
+def longest_served(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that neither `max_length` nor `check_positions` refuses for its length; None: any."""
+    text = config.get_text_config()
+    originals = [_original(rope, text) for rope in _rope_parameters(text) if _kind(rope) == LONGROPE]
+    return min((length for length in (_own_length(config), *originals) if length), default=None)
+
+
 def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
     """Raises CheckpointRefused for position schemes whose result depends on the packed batch."""
     text = config.get_text_config()
     for rope in _rope_parameters(text):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        kind = _kind(rope)
         if "dynamic" in kind:
             raise CheckpointRefused(
                 f"rope type {kind} changes with the longest sequence in a batch, so one request would change another's "
                 "answer; it cannot be served"
             )
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        if kind == "longrope" and (original is None or max_model_len > original):
+        original = _original(rope, text)
+        if kind == LONGROPE and (original is None or max_model_len > original):
             raise CheckpointRefused(
                 f"rope type longrope switches its frequencies for a whole batch once a sequence is longer than "
                 f"{original} tokens; set max_model_len to {original} or less (it is {max_model_len})"
@@ -64,6 +69,21 @@ def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
             "attn_temperature_tuning scales queries by their place in the packed batch instead of their position, so "
             "one request would change another's answer; it cannot be served"
         )
+
+
+def _own_length(config: PreTrainedConfig) -> int | None:
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return own if own is not None and own > 0 else None  # -1, or 0: there is no limit
+
+
+def _kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _original(rope: dict[str, Any], text: PreTrainedConfig) -> int | None:
+    """The length that the checkpoint had before its rotations were stretched."""
+    own: int | None = rope.get("original_max_position_embeddings")
+    return own or getattr(text, "original_max_position_embeddings", None)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

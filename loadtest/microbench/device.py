@@ -62,6 +62,16 @@ class Plan:
     repeats: int = 15
     kernels: int = 0  # to list of each kind of step
 
+    @property
+    def steps(self) -> int:
+        """Whole ones of the engine."""
+        return self.repeats * 4
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence after them."""
+        return self.context + WARM_UP + self.steps + 2
+
 
 TINY = Plan("tiny-llama", (1, 2, 3), context=40, prompt=64, copied=2**22, gemm=128, blocks=4, repeats=3)
 
@@ -120,7 +130,7 @@ def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> Mode
     start = perf_counter()
     module = make_module(plan.shape, dtype, device)
     served = RunnerConfig(
-        max_model_len=max(plan.prompt, plan.context + 1),
+        max_model_len=max(plan.prompt, plan.longest),
         fingerprint="random",
         dtype=dtype,
         device=device,
@@ -264,8 +274,7 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
 
 def _engine(model: ModelRunner, plan: Plan, say: Say) -> None:
     """Whole steps: with scheduling, block tables, and tokens that the host has read."""
-    most, steps = max(plan.batches), plan.repeats * 4
-    longest = plan.context + WARM_UP + steps + 2
+    most, steps, longest = max(plan.batches), plan.steps, plan.longest
     budget = max(plan.prompt, most)
     blocks = most * -(-longest // plan.block_size) + 1
     config = EngineConfig(

@@ -13,9 +13,11 @@ import torch
 from engine import builder
 from engine.builder import _device, _dtype, _largest_step, token_budget
 from engine.core.step_time import PROMPTS_S
+from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import make_checkpoint
 from services.worker import alone_s
-from tandem.errors import SettingsError
+from tandem.errors import CheckpointRefused, SettingsError
 from tandem.settings import STRETCH_ALONE, STRETCH_WITH_PREFILL, Settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
@@ -148,3 +150,33 @@ def test_the_largest_step_is_taken_from_the_pool_once(monkeypatch: pytest.Monkey
     blocks = builder._measured_blocks(model, None, settings, lambda _: None)
     missing = step_gib + pages_gib if kept else 0
     assert blocks == 1024 * (80 - model_gib - missing - step_gib) // 2
+
+
+def longrope(folder: Path, original: int) -> str:
+    """A checkpoint of Phi-3's kind: it takes 1,024 tokens by its config, and is served up to `original`."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": original,
+    }
+    return str(make_checkpoint(folder, "tiny-phi3", rope_parameters=rope, original_max_position_embeddings=original))
+
+
+def test_a_draft_model_is_as_long_as_its_target_or_as_it_can_be(tmp_path: Path) -> None:
+    """No setting names its length, so that advice to set one could not be followed. The control: loaded without one, it
+    is refused."""
+    target, shorter = longrope(tmp_path / "target", 256), longrope(tmp_path / "shorter", 128)
+    model = load_model(target, dtype=torch.float32, device=CPU, max_model_len=256)
+    for draft_model, length in ((target, 256), (shorter, 128)):
+        settings = Settings(model=target, max_model_len=256, speculation="draft", draft_model=draft_model)
+        draft = builder._draft_model(settings, model, lambda line: None)
+        assert draft is not None
+        assert draft.max_model_len == length
+        with pytest.raises(CheckpointRefused, match=f"set max_model_len to {length}"):
+            load_model(draft_model, dtype=torch.float32, device=CPU)
+    short = load_model(target, dtype=torch.float32, device=CPU, max_model_len=64)
+    draft = builder._draft_model(settings, short, lambda line: None)
+    assert draft is not None
+    assert draft.max_model_len == 64

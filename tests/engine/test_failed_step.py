@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from engine.attention.forward_context import Batch
+from engine.core.block_pool import BlockPool
 from engine.core.engine_config import EngineConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.core.step_retries import GOOD_STEPS, Retries
+from engine.core.step_retries import GOOD_STEPS, MOST_GOOD_STEPS, Retries
 from engine.decoding import new_tokens
 from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine
@@ -124,9 +126,9 @@ def test_a_step_that_runs_out_of_memory_is_made_smaller(
     assert [one.tokens for one in sequences] == expected
     tried = len(failed)
     assert 0 < tried < 20
-    assert engine.retries.tokens <= most
+    assert engine.retries.tokens < 64
     monkeypatch.undo()
-    stream = Sequence("stream", [1, 2, 3], 3, 3 + 4 * GOOD_STEPS)
+    stream = Sequence("stream", [1, 2, 3], 3, 3 + 4 * MOST_GOOD_STEPS)
     assert run(engine, [stream]) == {}
     assert engine.retries.tokens == 64
 
@@ -279,3 +281,94 @@ def test_steps_stay_smaller_for_a_while_after_running_out_of_memory() -> None:
     assert not retries.failed(["b", "c"], 1, out_of_memory=False)  # whatever failed: good steps are counted anew
     retries.succeeded()
     assert retries.tokens == 1
+
+
+def test_memory_that_runs_out_again_and_again_is_tried_less_often() -> None:
+    """A failed step costs more than it may gain where memory stays short. After a time without, growth is quick
+    again."""
+    retries = Retries(8)
+
+    def steps_until_doubled() -> int:
+        before = retries.tokens
+        for step in range(1, 1000):
+            retries.succeeded()
+            if retries.tokens > before:
+                return step
+        raise AssertionError("it stays small")
+
+    retries.failed(["a", "b"], 8, out_of_memory=True)
+    waits = []
+    for _ in range(5):
+        waits.append(steps_until_doubled())
+        retries.failed(["a", "b"], 8, out_of_memory=True)
+    assert waits == [8, 16, 32, 64, 64]
+    steps_until_doubled()
+    for _ in range(MOST_GOOD_STEPS):
+        retries.succeeded()
+    retries.failed(["a", "b"], 8, out_of_memory=True)
+    assert steps_until_doubled() == GOOD_STEPS
+
+
+def advanced(model: ModelRunner, streams: int, steps: int) -> tuple[set[str], int]:
+    """Which streams advance in that many steps after one request has run out of memory, and by which step a new prompt
+    has begun (0: it has not)."""
+    built = build(model)
+    for number in range(streams):
+        built.add(Sequence(f"s{number}", [1, 2, 3], 3, 200))
+    while any(one.num_uncomputed > 1 or not one.generated for one in built.sequences.values()):
+        built.step()
+    prompt, before = Sequence("prompt", [5] * 30, 30, 40), {one.id: len(one.tokens) for one in built.scheduler.running}
+    built.add(prompt)
+    built.retries.failed(["x"], 1, out_of_memory=True)
+    began = 0
+    for step in range(1, steps + 1):
+        built.step()
+        began = began or (step if prompt.num_computed else 0)
+    return {name for name, length in before.items() if len(built.sequences[name].tokens) > length}, began
+
+
+def test_steps_of_few_tokens_are_everyone_s_in_turn(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one request has run out of memory, each stream goes on and a prompt begins within one round. The control:
+    in the order of the batch, the first stream has every step."""
+    everyone = {"s0", "s1", "s2", "s3"}
+    assert advanced(model, 4, 5) == (everyone, 5)
+    monkeypatch.setattr(Retries, "turn", lambda *_: None)
+    assert advanced(model, 4, 5) == ({"s0"}, 0)
+
+
+def test_a_turn_is_of_those_that_had_theirs_longest_ago() -> None:
+    """Streams that come later stand behind the others, those that end leave the line, and prompts have one turn
+    together, in the scheduler's order. Where there is a token for each, there are no turns."""
+    scheduler, retries = Scheduler(BlockPool(40, 4), token_budget=64, max_running=8), Retries(64)
+    streams = [Sequence(f"s{number}", [1], 1, 90) for number in range(4)]
+    prompts = [Sequence(f"p{number}", [1] * 20, 20, 90) for number in range(2)]
+
+    def turn(*running: Sequence, waiting: list[Sequence] | None = None) -> set[str] | None:
+        return retries.turn(running, prompts if waiting is None else waiting)
+
+    assert turn(*streams) is None, "memory has not run out"
+    retries.failed(["x"], 4, out_of_memory=True)
+    assert retries.tokens == 2
+    assert turn(*streams) == {"s0", "s1"}
+    assert turn(*streams) == {"s2", "s3"}
+    late = Sequence("late", [1], 1, 90)
+    assert turn(*streams[1:], late) == {"p0", "p1", "s1"}
+    assert turn(*streams[1:], late) == {"s2", "s3"}
+    assert turn(*streams[1:], late) == {"late", "p0", "p1"}
+    assert turn(*streams[:2], waiting=[]) is None
+    for one in (*streams, *prompts):
+        scheduler.add(one)
+    assert [chunk.sequence.id for chunk in scheduler.plan(most=2, only={"p0", "p1", "s1"})] == ["s1", "p0"]
+
+
+def test_the_turn_of_prompts_without_room_passes_on(model: ModelRunner) -> None:
+    """No step is empty while streams could run."""
+    built = Engine(model, EngineConfig(num_blocks=6, block_size=SIZE, token_budget=64, max_running=8))
+    for number in range(2):
+        built.add(Sequence(f"s{number}", [1, 2, 3], 3, 8))
+    while any(one.num_uncomputed > 1 or not one.generated for one in built.sequences.values()):
+        built.step()
+    built.add(Sequence("prompt", [5] * 20, 20, 22))
+    built.retries.failed(["x"], 1, out_of_memory=True)
+    for _ in range(5):
+        assert [chunk.sequence.id for chunk in (built.step(), built.plan)[1]] in (["s0"], ["s1"])

@@ -3,6 +3,7 @@ computed, with no more rows of logits in a step than reserved."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import engine.engine
 from engine.core.engine_config import EngineConfig
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.sequence import Sequence
@@ -18,6 +20,7 @@ from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner
+from tandem.errors import InternalError, TandemError
 from tandem.sampling import Sampling
 
 SIZE, TOP = 4, 2
@@ -116,3 +119,52 @@ def test_a_prompt_that_is_preempted_half_way_is_scored_once(model: ModelRunner, 
     finish(engine)
     assert one.preemptions == 1
     check(model, one)
+
+
+def scored_with(model: ModelRunner, monkeypatch: pytest.MonkeyPatch, bad: float, place: int, top: int) -> list[Any]:
+    """The errors (or None) of two scored prompts in the same steps, when the logits after one's `place` have `bad`."""
+    forward = model.forward
+
+    def spoiled(pages: Any, batch: Any) -> torch.Tensor:
+        logits = forward(pages, batch).clone()
+        for row, at in enumerate(batch.logits_at):
+            if batch.token_ids[at] == 383 and batch.positions[at] == place:
+                logits[row, 9] = bad
+        return logits
+
+    monkeypatch.setattr(model, "forward", spoiled)
+    engine = build(model, budget=48)
+    how = Sampling(prompt_logprobs=top)
+    ill, well = (Sequence(name, prompt(60, seed), 60, 63, sampling=how) for seed, name in enumerate(("ill", "well")))
+    ill.tokens = [min(token, 382) for token in ill.tokens]
+    well.tokens = [min(token, 382) for token in well.tokens]
+    ill.tokens[place] = 383
+    errors: dict[str, TandemError | None] = {"ill": None, "well": None}
+    for one in (ill, well):
+        engine.add(one)
+    while engine.scheduler.has_work:
+        errors |= {item.sequence.id: item.error for item in engine.step() if item.error}
+    assert engine.pool.check(live=[]) == []
+    monkeypatch.setattr(model, "forward", forward)
+    assert len(well.prompt_logprobs) == 59
+    assert all(math.isfinite(one.chosen) for one in well.prompt_logprobs)
+    assert ill.generated == 0 or errors["ill"] is None
+    return [errors["ill"], errors["well"]]
+
+
+@pytest.mark.parametrize("place", [3, 58], ids=["in an early chunk", "in the last chunk"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("top", [0, 2])
+def test_a_prompt_whose_scores_are_no_numbers_has_none(
+    model: ModelRunner, monkeypatch: pytest.MonkeyPatch, bad: float, place: int, top: int
+) -> None:
+    """The request ends with a status, because JSON has no NaN, and its neighbour gets its scores. The control: without
+    the test of the scores it ends well."""
+    error, other = scored_with(model, monkeypatch, bad, place, top)
+    assert isinstance(error, InternalError)
+    assert error.reason == "LOGITS_NOT_FINITE"
+    assert f"after {place + 1} tokens" in error.message
+    assert other is None
+    score = engine.engine.score_prompt
+    monkeypatch.setattr(engine.engine, "score_prompt", lambda *given: [score(*given), None][1])
+    assert scored_with(model, monkeypatch, bad, place, top) == [None, None]

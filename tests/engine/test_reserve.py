@@ -15,7 +15,7 @@ from engine.core.sequence import Sequence
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
-from tandem.errors import Busy
+from tandem.errors import Busy, TooLarge
 
 SIZE = 4
 
@@ -56,3 +56,27 @@ def test_newcomers_leave_a_preempted_stream_the_blocks_that_it_waits_for(
     assert long.preemptions > 0
     assert (len(long.tokens) == long.max_len) == kept
     assert newcomers > 20
+
+
+@pytest.mark.parametrize("way", ["add", "reserve"])
+@pytest.mark.parametrize("blocks", [400, 6], ids=["as the setting says", "as the pool holds"])
+def test_a_sequence_is_no_longer_than_the_worker_takes(
+    checkpoint: Callable[[str], Path], way: str, blocks: int
+) -> None:
+    """What was measured, tried and captured is up to `max_model_len`, whatever the pool would hold; other workers of a
+    cluster may have more. The control: one token less is served."""
+    path, cpu = str(checkpoint("tiny-llama")), torch.device("cpu")
+    short = load_model(path, dtype=torch.float32, device=cpu, block_size=SIZE, max_model_len=64)
+    engine = Engine(short, EngineConfig(num_blocks=blocks, block_size=SIZE, token_budget=64, max_running=8))
+    most = min(64, blocks * SIZE)
+
+    def begin(name: str, length: int) -> None:
+        sequence = Sequence(name, [5] * 9, 9, length)
+        engine.add(sequence) if way == "add" else engine.reserve(sequence, 4, arrives=False)
+
+    with pytest.raises(TooLarge, match=f"this worker takes {most}") as caught:
+        begin("long", most + 1)
+    assert (caught.value.reason, caught.value.bound) == ("TOO_LARGE", f"prompt + max_tokens <= {most}")
+    assert engine.sequences == {}
+    begin("short", most)
+    assert engine.sequences.keys() == {"short"}

@@ -157,6 +157,46 @@ def test_no_token_is_chosen_where_a_logit_is_no_number(bad: float, how: Sampling
     assert choices[1].error.reason == "LOGITS_NOT_FINITE"
 
 
+NAN, INF = math.nan, math.inf
+HIDDEN: list[tuple[str, dict[int, float], float, Sampling]] = [  # (name, logits of tokens, those of all others, how)
+    ("an infinity that a penalty clamps", {5: INF}, 0.0, Sampling(repetition_penalty=1.1)),
+    ("likewise of a generated token", {6: INF}, 0.0, Sampling(presence_penalty=0.5, temperature=1.0, seed=1)),
+    ("a bad word", {7: NAN}, 0.0, Sampling(bad_words=((7,),))),
+    ("an infinite bad word", {7: INF}, 0.0, Sampling(bad_words=((7,),), temperature=1.0)),
+    ("a token that is not allowed", {7: NAN}, 0.0, Sampling(allowed_token_ids=(1, 2))),
+    ("a stop token before min_tokens", {0: NAN}, 0.0, Sampling(min_tokens=3)),
+    ("nothing is a number", {}, NAN, Sampling(allowed_token_ids=(1, 2), logprobs=2)),
+    ("nothing is possible, and tokens are allowed", {}, -INF, Sampling(allowed_token_ids=(1, 2))),
+    ("nothing is possible, and a word is bad", {}, -INF, Sampling(bad_words=((9,),))),
+    ("nothing is possible, and a penalty clamps it", {}, -INF, Sampling(repetition_penalty=1.1)),
+]
+
+
+def hidden(places: dict[int, float], others: float, how: Sampling) -> list[Any]:
+    """The choices for a row with these logits between two good ones."""
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    logits[1] = logits[1] + others
+    for token, value in places.items():
+        logits[1, token] = value
+    return choose(logits, [sequence([5, 8], [6], how, (0,)) for _ in range(3)])
+
+
+@pytest.mark.parametrize(("places", "others", "how"), [case[1:] for case in HIDDEN], ids=[case[0] for case in HIDDEN])
+def test_what_changes_logits_does_not_hide_that_they_are_no_numbers(
+    places: dict[int, float], others: float, how: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token comes of them, and the client's limits are not to blame. The control: the test of what is drawn from
+    does not see it."""
+    first, ill, last = hidden(places, others, how)
+    assert ill.token is None
+    assert ill.error.reason == "LOGITS_NOT_FINITE"
+    well = hidden({}, 0.0, how)
+    assert [first, last] == [well[0], well[2]]
+    monkeypatch.setattr(sampler, "_finite", lambda *_: None)
+    unseen = hidden(places, others, how)[1].error
+    assert unseen is None or unseen.reason == "NO_TOKEN_ALLOWED" or others != 0.0
+
+
 def test_nothing_is_left_of_a_row_that_is_masked_whole() -> None:
     """No token is chosen."""
     assert sample(torch.full((1, 9), -torch.inf), [Sampling(temperature=1.0)], [3]) == [-1]
@@ -364,3 +404,19 @@ def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(path: str, mon
         with Asked() as asked:
             sample(logits.clone(), [*how[:-1], last], [5] * 6)
         assert asked.names == waits
+
+
+def test_whether_logits_are_numbers_is_read_with_the_tokens(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of rows with penalties waits for the device no more often than one without."""
+    if path == "compiled":
+        pytest.skip("the operator waits for no device")
+
+    def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.tensor(values, dtype=dtype, device=device)
+
+    monkeypatch.setattr(sampler, "on_device", unwatched)
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(9))
+    with Asked() as asked:
+        choose(logits, [sequence([5], [6], Sampling(repetition_penalty=1.2))] * 2)
+    assert asked.names == []

@@ -8,7 +8,6 @@ import pytest
 
 from engine.core import block_hash
 from engine.core.sequence import Finish, LoraSlot, Sequence
-from engine.decoding.structured_output import matcher_of
 from tandem.sampling import GrammarSpec, Sampling
 
 SIZE = 4
@@ -142,22 +141,3 @@ def test_who_asks_for_nothing_gets_the_models_own_choice() -> None:
         presence_penalty=0.0, logit_bias=(), min_tokens=0, logprobs=None, prompt_logprobs=None, grammar=None,
         allowed_token_ids=(), bad_words=(),
     )  # fmt: skip
-
-
-def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a state: a second one would have matched nothing."""
-    made: list[Any] = []
-
-    class Matcher:
-        matched = 3
-
-        def __init__(self, *given: Any) -> None:
-            made.append(given)
-
-    monkeypatch.setattr("engine.decoding.structured_output.Matcher", Matcher)
-    compiled: Any = object()
-    spec = Sampling(grammar=GrammarSpec("json", ""))
-    one = sequence(grammar=compiled, sampling=spec, stop_ids=frozenset({2}))
-    assert matcher_of(one) is matcher_of(one)
-    assert made == [(compiled, frozenset({2}), None)]
-    assert one.matcher.matched == 3

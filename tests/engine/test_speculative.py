@@ -259,7 +259,7 @@ def dice(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelRu
     make_checkpoint(folder / "target", "tiny-llama", **shape)
     weaken(folder / "target", folder / "draft", noise=0.06)
     target, draft = (
-        load_model(str(folder / name), dtype=torch.float32, device=CPU, max_model_len=64)
+        load_model(str(folder / name), dtype=torch.float32, device=CPU, max_model_len=128)
         for name in ("target", "draft")
     )
     return target, draft

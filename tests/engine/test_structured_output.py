@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from engine.core.sequence import Sequence
 from engine.decoding import grammars as grammars_module
 from engine.decoding.grammars import Grammars
 from engine.decoding.sampler import choose
-from engine.decoding.structured_output import Masks, Matcher, Vocabulary, compile_spec, matcher_of, vocabulary
+from engine.decoding.structured_output import Masks, Matcher, Vocabulary, compile_spec, vocabulary
 from services.proto_convert import sampling_from
 from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Text, joined
@@ -88,6 +89,13 @@ def step(sequences: list[Sequence], logits: torch.Tensor | None = None) -> list[
 def unpacked(bits: torch.Tensor) -> np.ndarray:
     """Of one row: 1 for each token that may come."""
     return np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")[:VOCAB]
+
+
+def matcher_of(one: Sequence) -> Matcher:
+    """As the thread of masks makes it, once."""
+    one.matcher = one.matcher or Matcher.of(one)
+    matcher: Matcher = one.matcher
+    return matcher
 
 
 def possible(one: Sequence) -> set[int]:
@@ -601,7 +609,7 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
 def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request gets a status, its neighbours their masks, and later steps another thread. CPU time decides: a thread
     that merely waits, because the machine is busy, is waited for."""
-    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
     spec = GrammarSpec("regex", "[ab]")
     slow, late, good = sequence(spec), sequence(spec), sequence(spec)
     go = threading.Event()
@@ -639,7 +647,7 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
 ) -> None:
     """The thread that was too slow went on with the next row, beside the one that took over: a token of that request
     was matched twice."""
-    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
     spec = GrammarSpec("regex", "[ab]+")
     slow, good = sequence(spec), sequence(spec)
     go, fills = threading.Event(), list[str]()
@@ -669,6 +677,143 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
     assert [choice.token in b"ab" if choice.token else None for choice in choices] == [None, True]
     assert len(fills) == 1
     masks.end()
+
+
+def cpu_until_it_fails(monkeypatch: pytest.MonkeyPatch, at_once: float, each: float) -> tuple[float, int]:
+    """CPU seconds that a hostile request's masks take over its life, and its tokens; a good one gets all of its own."""
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", at_once)
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", each)
+    hostile = sequence(GrammarSpec("regex", "(a*)*(a*)*(aa|a)*(a|aa)*" * 8))  # compiles in a millisecond
+    good, masks = sequence(GrammarSpec("regex", "a+")), Masks()
+    compiled(hostile.sampling.grammar)
+    taken = time.process_time()
+    while True:  # as many tokens as it takes
+        filling = masks.begin([hostile, good], VOCAB)
+        assert filling is not None
+        filling.wait()
+        assert int(filling.bits[1, 97 // 32]) != 0
+        if failed := filling.failed:
+            break
+        hostile.tokens.append(97)
+        good.tokens.append(97)
+    taken = time.process_time() - taken
+    masks.end()
+    assert failed.keys() == {0}
+    assert isinstance(failed[0], InvalidRequest)
+    assert failed[0].reason == "GRAMMAR_TOO_COMPLEX"
+    for thread in masks.left_behind.threads:
+        thread.join(60)
+    return taken, hostile.generated
+
+
+def test_a_grammar_that_grows_slower_does_not_slow_down_the_others_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for its masks, so that the time counts over its tokens. The control: with a limit for each token alone,
+    it stays just below that for dozens of tokens."""
+    taken, tokens = cpu_until_it_fails(monkeypatch, 0.1, 0.002)
+    assert taken < 0.1 + 0.002 * tokens + 0.3  # a call under way is left within 50 ms or so
+    alone, longer = cpu_until_it_fails(monkeypatch, 0.1, 0.1)
+    assert alone > 3 * taken
+    assert longer > tokens
+
+
+@pytest.mark.parametrize(
+    ("masks_s", "fails_at"),
+    [
+        ([0.9] + [0.018] * 3000, None),  # a long text under a large grammar, on a slow machine
+        ([0.5, 0.5], None),
+        ([0.6, 0.6], 1),
+        ([0.0001] * 3000 + [0.9, 0.9], 3001),  # what was not used for long is not saved up
+        ([0.0001] * 3000 + [1.1], 3000),
+    ],
+)
+def test_the_time_of_a_request_s_masks_is_filled_up_by_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, masks_s: list[float], fails_at: int | None
+) -> None:
+    """Up to a second at once, and 20 ms for each token in the long run."""
+    clock = [1e6]
+    monkeypatch.setattr(engine.decoding.structured_output, "thread_time", lambda: clock[0])
+    one, masks, failed = sequence(GrammarSpec("regex", "a+")), Masks(), None
+
+    class Takes(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            clock[0] += masks_s[one.generated]
+            Matcher.fill(self, *arguments)
+
+    one.matcher = Takes(one.grammar, one.stop_ids)
+    for place in range(len(masks_s)):
+        filling = masks.begin([one], VOCAB)
+        assert filling is not None
+        if filling.wait().failed:
+            failed = place
+            break
+        one.tokens.append(97)
+    masks.end()
+    assert failed == fails_at
+
+
+def test_a_resumed_request_has_the_time_to_match_its_tokens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all matched before its first mask on another worker."""
+    clock = [1e6]
+    monkeypatch.setattr(engine.decoding.structured_output, "thread_time", lambda: clock[0])
+    resumed, masks = sequence(GrammarSpec("regex", "a+"), "a" * 500), Masks()
+
+    class Takes(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            clock[0] += 0.018 * resumed.generated
+            Matcher.fill(self, *arguments)
+
+    resumed.matcher = Takes(resumed.grammar, resumed.stop_ids)
+    assert choose(torch.zeros(1, VOCAB), [resumed], masks.begin([resumed], VOCAB))[0].token == 97
+    masks.end()
+
+
+def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a state, so that a token is matched once."""
+    made: list[Sequence] = []
+    new = Matcher.of
+    monkeypatch.setattr(Matcher, "of", lambda one: (made.append(one), new(one))[1])
+    one, masks = sequence(GrammarSpec("regex", "[ab]+")), Masks()
+    for _ in range(3):
+        choose(torch.zeros(1, VOCAB), [one], masks.begin([one], VOCAB))
+        one.tokens.append(97)
+    assert made == [one]
+    assert one.matcher.matched == len(one.tokens) - 1
+    masks.end()
+
+
+def threads_inside_one_matcher(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> int:
+    """How many are at once, when the step whose masks were slow has failed and its sequence is retried. `kept`: the
+    sequence keeps its matcher, as it did."""
+    monkeypatch.setattr(engine.decoding.structured_output, "MASK_CPU_S", 0.2)
+    one = sequence(GrammarSpec("regex", "[ab]+"))
+    go, inside = threading.Event(), set[int]()
+
+    class Spins(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            inside.add(threading.get_ident())
+            while not go.is_set():
+                pass
+
+    one.matcher = slow = Spins(one.grammar, one.stop_ids)
+    masks = Masks()
+    for _ in range(2):  # what the failed step learns of its rows is lost with it
+        filling = masks.begin([one], VOCAB)
+        assert filling is not None
+        filling.wait()
+        one.matcher = slow if kept else one.matcher
+    go.set()
+    masks.end()
+    for thread in masks.left_behind.threads:
+        thread.join(60)
+    assert kept or one.matcher is not slow, "nor does it come back with its thread"
+    return len(inside)
+
+
+def test_a_matcher_that_was_left_with_its_thread_serves_no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads inside one native matcher are a data race: it may crash the worker, or allow wrong tokens. The
+    control: they were two."""
+    assert threads_inside_one_matcher(monkeypatch, kept=False) == 1
+    assert threads_inside_one_matcher(monkeypatch, kept=True) == 2
 
 
 def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,6 +851,18 @@ def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
     assert isinstance(second.error, InternalError)
     assert choose(torch.zeros(1, VOCAB), [after], masks.begin([after], VOCAB))[0].token in b"ab"
     masks.end()
+
+
+def test_a_mask_does_not_hide_logits_that_are_no_numbers() -> None:
+    """Neither where the grammar excludes the token, nor where it would be blamed for a dead end; and a mask that failed
+    itself does not hide it either."""
+    spec = GrammarSpec("regex", "[ab]")
+    logits = torch.zeros(4, VOCAB)
+    logits[0, 120], logits[1], logits[2, 120] = math.nan, -math.inf, math.nan
+    rows = [sequence(spec) for _ in range(4)]
+    broken = sequence(spec, "x")  # does not fit its grammar
+    reasons = [choice.error and choice.error.reason for choice in step([rows[0], rows[1], broken, rows[3]], logits)]
+    assert reasons == ["LOGITS_NOT_FINITE"] * 3 + [None]
 
 
 def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -845,6 +1002,24 @@ def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch
     monkeypatch.setattr(grammars.left_behind, "count", lambda _: 3)
     with pytest.raises(Busy):
         grammars.compile(GrammarSpec("regex", "abcd")).result(600)
+
+
+def test_a_tenant_whose_grammars_are_stuck_gets_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar whose masks never end is one that compiles: from the cache it cost a thread with each request. Other
+    tenants get it, and a grammar that was refused is refused as before."""
+    grammars, spec, bad = Grammars(DEMO, 2048, [0]), GrammarSpec("regex", "abc"), GrammarSpec("regex", "(a")
+    found = grammars.compile(spec, "stuck").result(60)
+    with pytest.raises(InvalidRequest):
+        grammars.compile(bad, "stuck").result(60)
+    monkeypatch.setattr(grammars.left_behind, "count", lambda tenant: 3 if tenant == "stuck" else 0)
+    with pytest.raises(Busy) as caught:
+        grammars.compile(spec, "stuck").result(60)
+    assert caught.value.reason == "GRAMMARS_STUCK"
+    with pytest.raises(InvalidRequest):
+        grammars.compile(bad, "stuck").result(60)
+    assert grammars.compile(spec, "other").result(60) is found
+    monkeypatch.setattr(grammars.left_behind, "count", lambda _: 2)
+    assert grammars.compile(spec, "stuck").result(60) is found, "the control: two threads are no reason"
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

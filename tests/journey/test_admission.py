@@ -357,15 +357,17 @@ async def test_a_record_counts_blocks_that_preempted_streams_wait_for_as_held(
             assert worker.record().blocks_held == min(worker.engine.pool.held + owed, worker.engine.pool.total)
 
 
+@pytest.mark.parametrize("pool", [{"kv_blocks": 16}, {}], ids=["a small pool", "a low limit"])
 @pytest.mark.parametrize(("role", "prompt", "new"), [("decode", 20, 120), ("prefill", 150, 12)])
 async def test_what_is_too_large_for_one_worker_is_served_by_another(
-    inside: Any, tiny: Path, role: str, prompt: int, new: int
+    inside: Any, tiny: Path, role: str, prompt: int, new: int, pool: dict[str, int]
 ) -> None:
-    """During an upgrade to a longer context, some workers of a pool hold less than a request may need."""
+    """During an upgrade to a longer context, some workers of a pool take less than a request may need, even where
+    their pool of blocks would hold it."""
     tokens = oracle.prompts(tiny, [prompt])[0]
     expected = oracle.greedy(tiny, tokens, new)
     async with inside() as cluster:
-        cluster.settings = cluster.settings.model_copy(update={"max_model_len": 128, "kv_blocks": 16})
+        cluster.settings = cluster.settings.model_copy(update={"max_model_len": 128, **pool})
         await cluster.start_worker(f"{role}-1")
         await cluster.seen(3)
         answers = await asyncio.gather(*(cluster.client.generate(tokens, max_tokens=new) for _ in range(4)))

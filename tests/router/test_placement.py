@@ -95,9 +95,8 @@ def test_nothing_is_placed_where_it_cannot_run(
 @given(candidates, candidates, st.integers(1, 4096))
 def test_never_weighing_uses_the_prefill_worker(decode: WorkerSnapshot, prefill: WorkerSnapshot, tokens: int) -> None:
     """With `local_prefill` never, only a missing or unfit prefill worker makes a decode worker compute prompts."""
-    found = place(
-        [decode], [replace(prefill, usable=True, layout_hash=decode.layout_hash)], tokens, 0, RoutingConfig("never")
-    )
+    fit = replace(prefill, usable=True, layout_hash=decode.layout_hash, max_model_len=max(prefill.max_model_len, 4097))
+    found = place([decode], [fit], tokens, 0, RoutingConfig("never"))
     assert found is None or found.prefill is not None
 
 
@@ -130,6 +129,21 @@ def test_a_prompt_as_long_as_a_worker_can_hold_finds_no_place() -> None:
     longest = replace(DECODE, max_model_len=500, free_blocks=10_000)
     assert place([longest], [PREFILL], 500, 1, RULES) is None
     assert place([longest], [PREFILL], 499, 1, RULES) is not None
+
+
+def test_a_prompt_goes_to_no_prefill_worker_that_is_too_short_for_it() -> None:
+    """It computes the prompt and one token. With none that is longer, the decode worker computes it: each refusal would
+    be an attempt, and with as many such workers as attempts the request would fail."""
+    short, long = replace(PREFILL, worker_id="short", max_model_len=500), replace(PREFILL, prompts=(500, 500))
+    for tokens, worker in ((499, "short"), (500, "prefill-0")):
+        found = place([DECODE], [short, long], tokens, 1, RoutingConfig("never"))
+        assert found is not None
+        assert found.prefill is not None
+        assert found.prefill.worker_id == worker
+    found = place([DECODE], [short], 500, 1, RoutingConfig("never"))
+    assert found is not None
+    assert found.prefill is None
+    assert found.why_local == "no prefill worker takes a prompt of 500 tokens"
 
 
 def test_streams_beside_it_count() -> None:

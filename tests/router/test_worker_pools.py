@@ -84,7 +84,7 @@ class Looked:
         decode = choose_decode(some, tokens, ahead, self.rules, kv_holder, latencies, begun)
         if decode is None:
             return None
-        prefills = self.prefills.shortlist(decode, latencies, cached, has)
+        prefills = self.prefills.shortlist(tokens, decode, latencies, cached, has)
         return choose_prefill(decode, prefills, tokens, self.rules, kv_holder, begun=begun)
 
 
@@ -197,7 +197,7 @@ def test_a_worker_with_a_usual_way_is_looked_at_among_many_that_are_far() -> Non
     latencies = PathLatencySnapshot(
         {("decode-0", one.worker_id): far for one in prefills[:SHORTLIST_SIZE]}, {True: PathLatency(0.001)}, 0.0
     )
-    some = Looked(RoutingConfig("never"), [decode], prefills).prefills.shortlist(decode, latencies, [], lambda _: 0)
+    some = Looked(RoutingConfig("never"), [decode], prefills).prefills.shortlist(1, decode, latencies, [], lambda _: 0)
     assert [one.worker_id for one in some] == [one.worker_id for one in prefills[: SHORTLIST_SIZE + 1]]
 
 
@@ -209,7 +209,7 @@ def test_of_many_that_have_the_beginning_those_that_are_named_and_the_least_load
     decode = replace(WORKER, worker_id="decode-0")
     looked = Looked(RoutingConfig("never"), [decode], prefills)
     holders = [one.worker_id for one in prefills[90:98]]
-    some = looked.prefills.shortlist(decode, PathLatencyTracker().at(0.0), holders, lambda name: cached.get(name, 0))
+    some = looked.prefills.shortlist(1, decode, PathLatencyTracker().at(0.0), holders, lambda name: cached.get(name, 0))
     assert {one.worker_id for one in some} == {one.worker_id for one in (*prefills[:SHORTLIST_SIZE], *prefills[90:98])}
     chosen = choose_prefill(decode, some, 1200, RoutingConfig("never")).prefill
     assert chosen

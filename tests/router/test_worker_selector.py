@@ -71,11 +71,13 @@ def test_it_goes_where_there_is_room_and_waits_only_if_there_is_none(
 def test_kv_only_moves_between_equal_layouts_and_local_has_its_reason(
     decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], request: tuple[int, int]
 ) -> None:
-    """Either a usable prefill worker of the same layout, the least loaded of them, or words that say why not."""
+    """Either a usable prefill worker of the same layout that takes the prompt, the least loaded of them, or words that
+    say why not."""
     found = place(decodes, prefills, *request, RoutingConfig("never"))
     if found is None:
         return
     able = [one for one in prefills if one.usable and one.layout_hash == found.decode.layout_hash]
+    able = [one for one in able if one.max_model_len > request[0]]
     assert (found.prefill is None) == (not able) == bool(found.why_local)
     if found.prefill:
         assert found.prefill in able
@@ -178,7 +180,9 @@ def test_a_stream_goes_on_only_where_the_checkpoint_and_the_type_of_kv_are_the_s
     if found:
         assert found.decode in able
         assert found.prefill is None or found.prefill.computes_with == begun
-        there = [one for one in prefills if one.usable and one.computes_with == begun]
+        there = [
+            one for one in prefills if one.usable and one.computes_with == begun and one.max_model_len > request[0]
+        ]
         assert (found.prefill is None) == (not there)
 
 

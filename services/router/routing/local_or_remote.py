@@ -57,7 +57,9 @@ def local_or_remote(
     return Placement(decode, None, why, replace(local_estimate, local_cost_s=local_s, remote_cost_s=remote_s))
 
 
-def why_only_local(decode: WorkerSnapshot, prefills: Sequence[WorkerSnapshot], config: RoutingConfig) -> str:
+def why_only_local(
+    decode: WorkerSnapshot, prefills: Sequence[WorkerSnapshot], tokens: int, config: RoutingConfig
+) -> str:
     """The reason in the receipt if there was no choice."""
     if config.local == "always":
         return "local_prefill is always"
@@ -65,6 +67,9 @@ def why_only_local(decode: WorkerSnapshot, prefills: Sequence[WorkerSnapshot], c
         return "there is no prefill worker"
     if not any(worker.usable for worker in prefills):
         return "no prefill worker is ready"
+    same = [worker for worker in prefills if worker.usable and worker.layout_hash == decode.layout_hash]
+    if same and all(worker.max_model_len <= tokens for worker in same):
+        return f"no prefill worker takes a prompt of {tokens} tokens"
     return f"no prefill worker has the KV layout of {decode.worker_id}"
 
 

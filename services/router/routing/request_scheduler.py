@@ -338,7 +338,8 @@ class RequestScheduler:
     ) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("prefill")
         avoided = [*avoided, *self._workers.prefills.alive(waiting.unsuited)]
-        return self._workers.prefills.shortlist(decode, self._latencies.at(monotonic()), holders, cached, avoided)
+        about = waiting.tokens, decode, self._latencies.at(monotonic()), holders, cached, avoided
+        return self._workers.prefills.shortlist(*about)
 
     def _take(self, waiting: WaitingRequest, placement: Placement) -> None:
         waiting.placement = placement

@@ -247,6 +247,7 @@ class PrefillPool:
 
     def shortlist(
         self,
+        tokens: int,
         decode: WorkerSnapshot,
         latencies: PathLatencySnapshot,
         holders: Iterable[str],
@@ -254,16 +255,23 @@ class PrefillPool:
         avoided: Collection[str] = (),
     ) -> list[WorkerSnapshot]:
         """The workers with the least queued work, by seconds and by prompts, and `holders` of the prompt's beginning,
-        without the `avoided`. If none is usable, one from which the reason follows."""
+        without the `avoided` and those that are too short for `tokens` tokens. If none is usable, or all are too short,
+        one from which the reason follows."""
         if not self.usable_count(decode.layout_hash):
             usable = next((worker for worker in self.workers.values() if worker.usable), None)
             return [usable or worker for worker in islice(self.workers.values(), 1)]
-        size = SHORTLIST_SIZE + len(avoided)
-        names = dict.fromkeys(islice(self._by_work[decode.layout_hash], size))
-        names |= dict.fromkeys(islice(self._by_prompts[decode.layout_hash], size))
-        names |= dict.fromkeys(self._usual_path(decode, latencies))
-        names |= dict.fromkeys(worker for worker in holders if worker in self.workers)
-        return [self.workers[name].with_cached(cached(name)) for name in names if name not in avoided]
+        by_work, by_prompts = self._by_work[decode.layout_hash], self._by_prompts[decode.layout_hash]
+
+        def takes(name: str) -> bool:
+            return name not in avoided and self.workers[name].max_model_len > tokens
+
+        names = dict.fromkeys(islice(filter(takes, by_work), SHORTLIST_SIZE))
+        names |= dict.fromkeys(islice(filter(takes, by_prompts), SHORTLIST_SIZE))
+        names |= dict.fromkeys(filter(takes, self._usual_path(decode, latencies)))
+        names |= dict.fromkeys(name for name in holders if name in self.workers and takes(name))
+        if not names:
+            names = dict.fromkeys(islice((name for name in by_work if name not in avoided), 1))
+        return [self.workers[name].with_cached(cached(name)) for name in names]
 
     def _usual_path(self, decode: WorkerSnapshot, latencies: PathLatencySnapshot) -> list[str]:
         """The least loaded worker whose path is not clearly longer than usual, if any."""

@@ -103,9 +103,10 @@ def choose_prefill(
         worker
         for worker in prefills
         if worker.usable and worker.layout_hash == decode.layout_hash and worker.continues(begun)
+        if worker.max_model_len > tokens
     ]
     if config.local == "always" or not compatible:
-        why = why_only_local(decode, prefills, config)
+        why = why_only_local(decode, prefills, tokens, config)
         return Placement(decode, None, why, estimate_local(decode, tokens, config))
     prefill = _best_prefill(compatible, decode, tokens, latencies)
     return local_or_remote(decode, prefill, tokens, config, queued_behind, latencies)
