@@ -259,9 +259,9 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
         several = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, n=3)
         assert [each.token_ids for each in several] == [wanted[0][:NEW]] * 3
         # As with other requests, the first one computes the prompt, and the others continue from its snapshot, each
-        # with its own state.
+        # with its own state; where blocks are few, the second of them may evict it before the third has come.
         assert {each.receipt.path for each in several} == {"disaggregated"}
-        assert sorted(each.receipt.cached_tokens for each in several)[1:] == [32, 32]
+        assert sorted(each.receipt.cached_tokens for each in several)[1:] in ([0, 32], [32, 32])
         await cluster.freed()
         assert await cluster.ledgers_balance()
 
