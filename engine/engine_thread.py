@@ -245,6 +245,8 @@ class EngineThread:
             while self._iterate():
                 pass
         except Exception as error:  # the engine's state is unknown: it must not serve any more
+            if self.engine.ranks is not None and self.engine.ranks.rank_lost:  # its `on_lost` may come later than this
+                self._break(self.engine.ranks.rank_lost)
             incident = uuid.uuid4().hex[:12]
             log.exception("engine.broken", incident=incident)
             message = f"the engine broke (incident {incident}): {type(error).__name__}"

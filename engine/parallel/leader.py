@@ -55,6 +55,7 @@ class Ranks:
         self._connections: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.lost: Unavailable | None = None
+        self.rank_lost: Unavailable | None = None  # `lost`, unless a step of rank 0 was the reason
         self.on_lost: Callable[[TandemError], object] | None = None  # called once, on the thread that noticed
         self._numbers: weakref.WeakKeyDictionary[KvCache, int] = weakref.WeakKeyDictionary()
         self._made = 0  # pages, ever
@@ -184,7 +185,7 @@ class Ranks:
 
     def _lose(self, why: str) -> None:
         if self.lost is None and not self._ended.is_set():
-            self.lost = Unavailable(f"a rank of this worker is lost: {why}", reason="RANK_LOST")
+            self.lost = self.rank_lost = Unavailable(f"a rank of this worker is lost: {why}", reason="RANK_LOST")
             log.error("ranks.lost: %s", why)
             self.group.break_off()
             if self.on_lost:

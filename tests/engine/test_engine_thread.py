@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,28 @@ async def test_work_that_was_not_measured_has_its_time(
     loop = EngineThread(lambda: engine)
     await loop.built()
     assert least_s <= loop._most_s(False, Drafting(1, drafted)) <= 10 * TIMES * least_s
+    loop.stop()
+
+
+@pytest.mark.parametrize("reason", ["RANK_LOST", "ENGINE_BROKEN"])
+async def test_a_lost_rank_is_the_reason_also_if_the_step_fails_first(reason: str) -> None:
+    """Otherwise the step's requests would be suspected of it: rank 0 may fail before `on_lost` is called. In the
+    control no rank was lost."""
+    lost = Unavailable("a rank of this worker is lost", reason="RANK_LOST") if reason == "RANK_LOST" else None
+    ranks = SimpleNamespace(on_lost=None, rank_lost=lost, close=lambda: None)
+    engine = SimpleNamespace(**vars(IDLE) | {"ranks": ranks})
+    loop = EngineThread(lambda: engine)  # type: ignore[arg-type, return-value]
+    await loop.built()
+
+    def fail() -> None:
+        raise Unavailable("of a step")
+
+    loop.after_iteration = fail
+    with suppress(Unavailable):
+        await loop.call(lambda: None)
+    await until(lambda: loop.broken is not None, 5)
+    assert loop.broken is not None
+    assert loop.broken.reason == reason
     loop.stop()
 
 
