@@ -46,8 +46,9 @@ class UsefulWait:
         if probes:
             self._computed_at = now
             return within_s
+        helps = wait_s > 0 or ttft_s is None or own_s <= ttft_s  # to come again; the rate of a busy worker is a guess
         raise Busy(
             f"its first token would come in about {wait_s + own_s:.1f} s, after {whose} of {within_s:.1f} s",
             reason="OVERLOADED",
-            retry_after=None if ttft_s is not None and own_s > ttft_s else max(MIN_RETRY_S, late_s),
+            retry_after=max(MIN_RETRY_S, late_s) if helps else None,
         )
