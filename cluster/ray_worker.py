@@ -4,7 +4,7 @@
     the process has died    ActorDiedError          Ray's head says so: WorkerLost
 
 Each call may therefore be executed twice, also at the same time, so only those are made that may be. Ray's own retries
-(`max_task_retries`) run one after another: the second wait() would begin after the first one, which nobody hears.
+(`max_task_retries`) run one after another: the second wait() would begin after the first one, whose answer is lost.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RayWorkerProcess:
 
     async def serves_as(self) -> str:
         """The id of its current worker; the actor's name remains that of its first worker, which it still is if Ray has
-        not started its process. Raises Unavailable if the process runs and does not answer: nobody knows then."""
+        not started its process. Raises Unavailable if the process runs and does not answer: its id is unknown."""
         for _ in range(SERVES_AS_ASKED):
             try:
                 async with asyncio.timeout(SERVES_AS_TIMEOUT_S):

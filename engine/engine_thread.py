@@ -25,6 +25,7 @@ from engine.core.progress import Progress
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Drafting
 from engine.engine import Engine
+from engine.parallel.leader import RANK_LOST
 from tandem.errors import InternalError, PreconditionFailed, StepFailed, TandemError, Unavailable
 from tandem.sampling import Sampling
 
@@ -245,8 +246,8 @@ class EngineThread:
             while self._iterate():
                 pass
         except Exception as error:  # the engine's state is unknown: it must not serve any more
-            if self.engine.ranks is not None and self.engine.ranks.rank_lost:  # its `on_lost` may come later than this
-                self._break(self.engine.ranks.rank_lost)
+            if isinstance(error, Unavailable) and error.reason == RANK_LOST:  # `on_lost` may come later than this
+                self._break(error)
             incident = uuid.uuid4().hex[:12]
             log.exception("engine.broken", incident=incident)
             message = f"the engine broke (incident {incident}): {type(error).__name__}"

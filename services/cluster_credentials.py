@@ -4,10 +4,7 @@ certificates, which do the same and encrypt the calls."""
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
 
 import grpc
 
@@ -89,40 +86,3 @@ def guard(settings: Settings) -> Guard | None:
             bound="the same secret for all processes of a cluster, as in TANDEM_CLUSTER_TOKEN=$(openssl rand -hex 16)",
         )
     return None
-
-
-class ClusterChannel:
-    """A channel with the methods that a stub needs. Its calls carry the token, if there is one, and can be ended after
-    `close` has begun to wait for them, which grpc's own cannot."""
-
-    def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
-        self._channel = channel
-        self._shown = () if token is None else ((TOKEN_METADATA, token),)
-        self._calls: WeakSet[Any] = WeakSet()
-
-    def unary_unary(self, *about: Any, **more: Any) -> Callable[..., Any]:
-        return self._calling(self._channel.unary_unary(*about, **more))
-
-    def unary_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
-        return self._calling(self._channel.unary_stream(*about, **more))
-
-    def stream_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
-        return self._calling(self._channel.stream_stream(*about, **more))
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    def cancel_calls(self) -> None:
-        for call in list(self._calls):
-            call.cancel()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def _calling(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def calling(request: Any, *, metadata: Any = (), **more: Any) -> Any:
-            call = ask(request, metadata=(*metadata, *self._shown), **more)
-            self._calls.add(call)
-            return call
-
-        return calling

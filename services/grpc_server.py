@@ -7,15 +7,16 @@ process that dies closes its sockets, which is noticed at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
-from services.cluster_credentials import CLUSTER_NAME, ClusterChannel
+from services.cluster_credentials import CLUSTER_NAME, TOKEN_METADATA
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
 from tandem.rpc.addresses import host_port
@@ -121,6 +122,43 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+class ClusterChannel:
+    """A channel with the methods that a stub needs. Its calls carry the token, if there is one, and can be ended after
+    `close` has begun to wait for them, which grpc's own cannot."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
+        self._channel = channel
+        self._shown = () if token is None else ((TOKEN_METADATA, token),)
+        self._calls: WeakSet[Any] = WeakSet()
+
+    def unary_unary(self, *about: Any, **more: Any) -> Callable[..., Any]:
+        return self._calling(self._channel.unary_unary(*about, **more))
+
+    def unary_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
+        return self._calling(self._channel.unary_stream(*about, **more))
+
+    def stream_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
+        return self._calling(self._channel.stream_stream(*about, **more))
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    def cancel_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def _calling(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(request: Any, *, metadata: Any = (), **more: Any) -> Any:
+            call = ask(request, metadata=(*metadata, *self._shown), **more)
+            self._calls.add(call)
+            return call
+
+        return calling
 
 
 class Channels:

@@ -1,7 +1,8 @@
 """Becomes a Ray worker that ends with its raylet, from its first moment on. The raylet starts each worker with
 `bound_worker.py default_worker.py …`.
 
-A worker of Ray notices the death of its raylet only once it has started: after 25 s if the raylet was killed meanwhile.
+A worker of Ray 2.60 notices the death of its raylet only once it has started: after 25 s if the raylet was killed
+meanwhile.
 Ray has its own script in this place, which prepares a runtime environment; without one, the raylet leaves out whatever
 is called setup_worker.py. This one prepares nothing and does not import Ray.
 """

@@ -46,6 +46,9 @@ END_S = 2.0  # for a rank to end by itself
 SEND_S = 10.0  # for a rank to take a message
 
 
+RANK_LOST = "RANK_LOST"  # the reason of an error: a rank other than 0 has ended or stopped
+
+
 class Ranks:
     """The other ranks of one worker, from rank 0's point of view. Not thread-safe, but for `lost` and `close`."""
 
@@ -55,7 +58,6 @@ class Ranks:
         self._connections: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.lost: Unavailable | None = None
-        self.rank_lost: Unavailable | None = None  # `lost`, unless a step of rank 0 was the reason
         self.on_lost: Callable[[TandemError], object] | None = None  # called once, on the thread that noticed
         self._numbers: weakref.WeakKeyDictionary[KvCache, int] = weakref.WeakKeyDictionary()
         self._made = 0  # pages, ever
@@ -107,7 +109,7 @@ class Ranks:
         return worst
 
     def _ended_silently(self) -> TandemError:
-        return self.lost or Unavailable("a rank ended while it loaded its part", reason="RANK_LOST")
+        return self.lost or Unavailable("a rank ended while it loaded its part", reason=RANK_LOST)
 
     # ---- pages and steps
 
@@ -165,7 +167,7 @@ class Ranks:
             if self.group.broken:
                 self._lose(f"a step was not finished: {error}")
             elif self.lost is None:
-                self.lost = Unavailable(f"a step of rank 0 failed: {error}", reason="RANK_LOST")
+                self.lost = Unavailable(f"a step of rank 0 failed: {error}", reason="RANK_0_FAILED")
                 self.group.break_off()
             assert self.lost is not None
             raise self.lost from error
@@ -185,13 +187,13 @@ class Ranks:
 
     def _lose(self, why: str) -> None:
         if self.lost is None and not self._ended.is_set():
-            self.lost = self.rank_lost = Unavailable(f"a rank of this worker is lost: {why}", reason="RANK_LOST")
+            self.lost = Unavailable(f"a rank of this worker is lost: {why}", reason=RANK_LOST)
             log.error("ranks.lost: %s", why)
             self.group.break_off()
             if self.on_lost:
                 self.on_lost(self.lost)
         elif self.lost is None:
-            self.lost = Unavailable("the ranks of this worker have ended", reason="RANK_LOST")
+            self.lost = Unavailable("the ranks of this worker have ended", reason=RANK_LOST)
 
     def _watch(self) -> None:
         """Detects ended ranks at once, and frozen ones by their beats, also while no step runs."""

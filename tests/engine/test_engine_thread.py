@@ -164,18 +164,15 @@ async def test_work_that_was_not_measured_has_its_time(
     loop.stop()
 
 
-@pytest.mark.parametrize("reason", ["RANK_LOST", "ENGINE_BROKEN"])
-async def test_a_lost_rank_is_the_reason_also_if_the_step_fails_first(reason: str) -> None:
+@pytest.mark.parametrize(("raised", "reason"), [("RANK_LOST", "RANK_LOST"), ("RANK_0_FAILED", "ENGINE_BROKEN")])
+async def test_a_lost_rank_is_the_reason_also_if_the_step_fails_first(raised: str, reason: str) -> None:
     """Otherwise the step's requests would be suspected of it: rank 0 may fail before `on_lost` is called. In the
-    control no rank was lost."""
-    lost = Unavailable("a rank of this worker is lost", reason="RANK_LOST") if reason == "RANK_LOST" else None
-    ranks = SimpleNamespace(on_lost=None, rank_lost=lost, close=lambda: None)
-    engine = SimpleNamespace(**vars(IDLE) | {"ranks": ranks})
-    loop = EngineThread(lambda: engine)  # type: ignore[arg-type, return-value]
+    control rank 0 failed, and the others with it."""
+    loop = EngineThread(lambda: IDLE)
     await loop.built()
 
     def fail() -> None:
-        raise Unavailable("of a step")
+        raise Unavailable("of a step", reason=raised)
 
     loop.after_iteration = fail
     with suppress(Unavailable):

@@ -386,6 +386,16 @@ def test_logprobs_are_the_models_own() -> None:
     assert len(few.logprob.top) == 3
 
 
+def unwatched_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler's own inputs come without a wait; on a device they are copied behind other work."""
+
+    def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.tensor(values, dtype=dtype, device=device)
+
+    monkeypatch.setattr(sampler, "on_device", unwatched)
+
+
 def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain PyTorch, as on a GPU: no value is read from the device before the tokens; top-p reads whether the
     likely tokens suffice."""
@@ -393,11 +403,7 @@ def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(path: str, mon
     if path == "compiled":
         pytest.skip("the operator waits for no device")
 
-    def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with _disable_current_modes():
-            return torch.tensor(values, dtype=dtype, device=device)
-
-    monkeypatch.setattr(sampler, "on_device", unwatched)
+    unwatched_inputs(monkeypatch)
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(9))
     how = [Sampling(), *(Sampling(temperature=1.0, seed=seed, top_k=seed, min_p=0.01) for seed in range(5))]
     for last, waits in ((how[-1], []), (replace(how[-1], top_p=0.9), ["aten._local_scalar_dense.default"])):
@@ -411,11 +417,7 @@ def test_whether_logits_are_numbers_is_read_with_the_tokens(path: str, monkeypat
     if path == "compiled":
         pytest.skip("the operator waits for no device")
 
-    def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with _disable_current_modes():
-            return torch.tensor(values, dtype=dtype, device=device)
-
-    monkeypatch.setattr(sampler, "on_device", unwatched)
+    unwatched_inputs(monkeypatch)
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(9))
     with Asked() as asked:
         choose(logits, [sequence([5], [6], Sampling(repetition_penalty=1.2))] * 2)

@@ -187,19 +187,25 @@ async def test_a_read_that_is_cancelled_before_its_turn_is_never_asked_for(pair:
     assert sorted(asked) == [(0,), (1,), (6,)]
 
 
-async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read that is cancelled during the scatter returns only when the scatter has ended."""
+def held_scatter(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Writes of arrived batches: one has begun, and it may go on."""
     began, go = threading.Event(), threading.Event()
     scatter = nccl.Pages.scatter
 
-    def slow(*arguments: Any) -> None:
+    def held(*arguments: Any) -> None:
         began.set()
         go.wait(10)
         scatter(*arguments)
 
-    monkeypatch.setattr(nccl.Pages, "scatter", slow)
+    monkeypatch.setattr(nccl.Pages, "scatter", held)
+    return began, go
+
+
+async def test_a_read_is_given_back_only_after_a_write_that_has_begun(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that is cancelled during the scatter returns only when the scatter has ended."""
+    began, go = held_scatter(monkeypatch)
     await pair.connect()
     reading = asyncio.create_task(pair.read())
     assert await asyncio.to_thread(began.wait, 10)
@@ -218,15 +224,7 @@ async def test_a_read_that_is_cancelled_twice_leaves_no_later_batch(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second cancellation ends the wait for the batch that is being written; the others were given up before."""
-    began, go = threading.Event(), threading.Event()
-    scatter = nccl.Pages.scatter
-
-    def slow(*arguments: Any) -> None:
-        began.set()
-        go.wait(10)
-        scatter(*arguments)
-
-    monkeypatch.setattr(nccl.Pages, "scatter", slow)
+    began, go = held_scatter(monkeypatch)
     monkeypatch.setattr(nccl, "batches", lambda pairs, size: [[one] for one in pairs])
     await pair.connect()
     reading = asyncio.create_task(pair.read())
@@ -238,7 +236,6 @@ async def test_a_read_that_is_cancelled_twice_leaves_no_later_batch(
     with pytest.raises(asyncio.CancelledError):
         await reading
     pair.sink.array[:] = 7
-    monkeypatch.setattr(nccl.Pages, "scatter", scatter)
     await pair.read([(0, 0)])  # the link's thread has passed all batches of the first read
     assert (pair.sink.array[1:] == 7).all()
 

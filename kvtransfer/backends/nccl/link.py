@@ -281,7 +281,7 @@ class SinkLink(PairLink):
             if self.error is None and batch.claim():
                 try:
                     self._pages.scatter(staging, batch.local)
-                except BaseException as error:  # of the device; nobody else ends a batch that is claimed
+                except BaseException as error:  # of the device; only the owner of the claim may end the batch
                     batch.done.set_exception(TransferFailed(f"a batch could not be written: {_first_line(error)}"))
                     raise
                 landed = True
