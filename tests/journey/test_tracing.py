@@ -27,7 +27,7 @@ from tandem.errors import InvalidRequest
 from tandem.settings import Settings
 from tandem.telemetry import tracing
 from tests.journey.test_jobs import NEXT_LEASE_S, crash, held
-from tests.support.faults import Harm, flip_a_byte, only_first
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FOUR = {"application", "tandem-router", "tandem-decode", "tandem-prefill"}
@@ -212,11 +212,13 @@ async def test_a_job_stays_in_the_trace_of_who_submitted_it_whichever_router_run
             monkeypatch.setattr(job_runner, "LEASE_S", NEXT_LEASE_S)
             second: Any = await launch.start("router", cluster.settings, "router-1")
             held(cluster.router, lambda kept: len(kept[0]) >= 1)
+            hurry = slow_down(cluster.workers["decode-0"], 0.05)  # so that the first router does not generate all of it
             job = await cluster.client.submit(list(range(2, 52)), max_tokens=200, ignore_eos=True)
             async for piece in cluster.client.watch(job.job_id):
                 if piece.token_ids:
                     break
             await crash(cluster.router)
+            hurry()
             async with AsyncClient(second.address) as client, asyncio.timeout(30):
                 assert sum([len(piece.token_ids) async for piece in client.watch(job.job_id)]) == 200
                 assert (await client.job(job.job_id)).takeovers == 1
