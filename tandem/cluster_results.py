@@ -278,12 +278,6 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
     problems = list(answer.problems)
     if not answer.registry_reachable:
         problems.append("the registry does not answer")
-    for pair in answer.pairs:
-        name = f"{pair.prefill_worker} and {pair.decode_worker}"
-        if pair.error:
-            problems.append(f"{name}: the probe failed: {pair.error}")
-        elif not pair.compatible:
-            problems.append(f"{name} are incompatible: {'; '.join(pair.differences) or 'no reason given'}")
     hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in pools}
     slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
     sentences = [

@@ -274,8 +274,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     response.problems.append(f"{name}: {pair.error}")
                 elif pair.differences or not pair.compatible:
                     response.problems.append(f"{name}: {'; '.join(pair.differences)}")
-                elif pair.transport.endswith(("tcp", "unknown")) and _host(decode) == _host(prefill):
-                    response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
 
     async def _probe(self, decode: WorkerRecord, prefill: WorkerRecord) -> admin_pb2.Pair:
         about: dict[str, Any] = {"prefill_worker": prefill.worker_id, "decode_worker": decode.worker_id}
@@ -306,10 +304,6 @@ def _worker(record: WorkerRecord, age_s: float, model: str) -> admin_pb2.Worker:
     names = admin_pb2.Worker.DESCRIPTOR.fields_by_name
     same = {name: getattr(record, name) for name in names if name != "model" and hasattr(record, name)}
     return admin_pb2.Worker(**same, heartbeat_age_seconds=age_s, model=model)
-
-
-def _host(record: WorkerRecord) -> str:
-    return record.address.rsplit(":", 1)[0]
 
 
 def _version(package: str) -> str:
