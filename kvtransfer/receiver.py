@@ -44,20 +44,19 @@ class Reads(Protocol):
 
 @dataclass(frozen=True)
 class TransferStats:
-    """`seconds` is the time with at least one read in flight, `retries` the number of parts that were read again."""
+    """`seconds` is the time with at least one read in flight."""
 
     bytes: int
     blocks: int
     seconds: float
     transport: str
-    retries: int
     why: str = ""  # this transport
 
 
 class Receiver:
-    """`contexts` and `local_blocks` map each index in the sequence that is expected to its chained hash and to the
-    local block reserved for it. `stall` is the time in seconds that a read may make no progress. Raises StaleTransfer
-    for a foreign ticket, InvalidRequest if the two mappings disagree.
+    """`expected` maps each index in the sequence that is expected to its chained hash and to the local block reserved
+    for it. `stall` is the time in seconds that a read may make no progress. Raises StaleTransfer for a foreign ticket,
+    InvalidRequest if a block is reserved for two indices.
 
     An error is known before the memory is safe: `add` and `finish` raise at once, while a read from a hung peer may
     write into the local blocks until its transport has ended it (10 s and more). The blocks may be freed only when
@@ -70,8 +69,7 @@ class Receiver:
         transport: Reads,
         peer: Peer,
         ticket: Ticket,
-        contexts: Mapping[int, bytes],
-        local_blocks: Mapping[int, int],
+        expected: Mapping[int, tuple[bytes, int]],
         digest_blocks: DigestBlocks,
         stall: float,
     ) -> None:
@@ -80,13 +78,11 @@ class Receiver:
                 f"transfer {ticket.transfer_id} is of incarnation {ticket.incarnation} of {peer.worker_id}, "
                 f"which is now {peer.incarnation}"
             )
-        if contexts.keys() != local_blocks.keys():
-            raise InvalidRequest("hashes and local blocks name different indices", field="local_blocks")
-        if len(set(local_blocks.values())) != len(local_blocks):
-            raise InvalidRequest("a local block is reserved for two indices", field="local_blocks")
+        if len({block for _, block in expected.values()}) != len(expected):
+            raise InvalidRequest("a local block is reserved for two indices", field="expected")
         self.ticket = ticket
         self._transport, self._peer = transport, peer
-        self._contexts, self._local_blocks = dict(contexts), dict(local_blocks)
+        self._expected = dict(expected)
         self._digest_blocks = digest_blocks
         self._stall = stall
         self._turns = asyncio.Semaphore(READS_AT_ONCE)
@@ -101,7 +97,6 @@ class Receiver:
         self._reading = 0
         self._reading_since = 0.0
         self._busy = 0.0
-        self._retries = 0
 
     @property
     def error(self) -> TandemError | None:
@@ -139,7 +134,7 @@ class Receiver:
         if self._error:
             raise self._error
         self._ended = True
-        missing = sorted(self._contexts.keys() - self._landed)
+        missing = sorted(self._expected.keys() - self._landed)
         if missing:
             raise DataLoss(
                 f"transfer {self.ticket.transfer_id} ended without {len(missing)} blocks, first index {missing[0]}",
@@ -151,7 +146,6 @@ class Receiver:
             seconds=self._busy,
             transport=self._transport.link(self._peer),
             why=self._transport.why(self._peer),
-            retries=self._retries,
         )
 
     async def abort(self) -> None:
@@ -171,7 +165,7 @@ class Receiver:
 
     def _admit(self, block: ReadyBlock) -> None:
         where = f"transfer {self.ticket.transfer_id}: block index {block.index}"
-        if block.index not in self._contexts:
+        if block.index not in self._expected:
             raise self._failed(DataLoss(f"{where} was not asked for", reason="UNEXPECTED_BLOCK"))
         if block.index in self._announced:
             raise self._failed(DataLoss(f"{where} was announced twice", reason="DUPLICATE_BLOCK"))
@@ -193,7 +187,7 @@ class Receiver:
         self._news.set()
 
     async def _fetch(self, ready: list[ReadyBlock]) -> None:
-        pairs = [(block.remote_block, self._local_blocks[block.index]) for block in ready]
+        pairs = [(block.remote_block, self._expected[block.index][1]) for block in ready]
         try:
             async with self._turns:
                 if self._error:
@@ -232,7 +226,6 @@ class Receiver:
                 log.warning("transfer %s: %s; reading again", self.ticket.transfer_id, error)
             # No `connect` here: the transport restores a failed connection, and a peer whose next incarnation has
             # connected meanwhile must not replace that one.
-            self._retries += 1
         return await self._read_once(pairs)
 
     async def _read_once(self, pairs: list[Pair]) -> ReadStats:
@@ -247,6 +240,6 @@ class Receiver:
                 self._busy += time.monotonic() - self._reading_since
 
     def _first_wrong(self, ready: list[ReadyBlock]) -> int | None:
-        here = [(self._local_blocks[block.index], self._contexts[block.index]) for block in ready]
+        here = [(place, context) for context, place in (self._expected[block.index] for block in ready)]
         found = zip(ready, self._digest_blocks(here), strict=True)
         return next((block.index for block, each in found if each != block.digest), None)

@@ -153,8 +153,7 @@ class PrefillStream:
             reads,
             self._prefill.peer,
             Ticket(opened.transfer_id, opened.generation, opened.incarnation),
-            {index: context for index, (context, _) in expected.items()},
-            {index: place for index, (_, place) in expected.items()},
+            expected,
             digest_blocks,
             self._worker.settings.transfer_timeout_s,
         )

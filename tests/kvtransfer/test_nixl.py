@@ -328,10 +328,9 @@ async def test_a_receiver_of_a_silent_source_fails_while_its_blocks_stay_reserve
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
     await sink.transport.connect(source.peer, 10)
     source.signal(signal.SIGSTOP)
-    blocks = {index: index for index in range(8)}
-    contexts = dict.fromkeys(blocks, b"")
+    blocks = {index: (b"", index) for index in range(8)}
     receiver = Receiver(
-        sink.transport, source.peer, Ticket("t", 1, "1"), contexts, blocks, lambda blocks: [b"" for _ in blocks], 0.5
+        sink.transport, source.peer, Ticket("t", 1, "1"), blocks, lambda blocks: [b"" for _ in blocks], 0.5
     )
     watch = Stopwatch()
     await receiver.add([ReadyBlock(index, index, b"") for index in blocks])
