@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +108,8 @@ def build(level: str) -> Path:
     target = library(level)
     if target.exists():
         return target
+    from torch.utils import cpp_extension  # it imports setuptools, and each worker imports this module
+
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]

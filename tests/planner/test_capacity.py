@@ -294,17 +294,15 @@ def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> No
     """`tandem plan FOLDER` answers at once."""
     make_checkpoint(tmp_path, "tiny-llama")
     tandem = str(Path(sys.executable).parent / "tandem")
-    arguments = [tandem, "plan", str(tmp_path), "--memory", "1"]
-    table = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=True)
+    arguments = ["plan", str(tmp_path), "--memory", "1"]
+    table = subprocess.run([tandem, *arguments], capture_output=True, text=True, timeout=600, check=True)
     assert "KV bytes per token" in table.stdout
-    facts = subprocess.run([*arguments, "--output", "json"], capture_output=True, text=True, timeout=600, check=True)
+    facts = CliRunner().invoke(app, [*arguments, "--output", "json"])
     plain = json.loads(facts.stdout)["kv_bytes_per_token"]
     assert plain > 0
-    facts = subprocess.run(
-        [*arguments, "--output", "json", "--kv-dtype", "int8"], capture_output=True, timeout=600, check=True
-    )
+    facts = CliRunner().invoke(app, [*arguments, "--output", "json", "--kv-dtype", "int8"])
     assert plain / 2 < json.loads(facts.stdout)["kv_bytes_per_token"] < 0.6 * plain
-    wrong = subprocess.run([*arguments, "--kv-dtype", "int4"], capture_output=True, text=True, timeout=600, check=False)
-    assert (wrong.returncode, "auto, int8, fp8" in wrong.stderr) == (2, True)
+    wrong = CliRunner().invoke(app, [*arguments, "--kv-dtype", "int4"])
+    assert (wrong.exit_code, "auto, int8, fp8" in wrong.output) == (2, True)
     code = "import sys, planner.capacity; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
