@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.support.triton_interpreter import replace_the_language_once, sum_each_row_alone
+from tests.support.triton_interpreter import check_no_overflow, replace_the_language_once, sum_each_row_alone
 
 # Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -137,6 +137,7 @@ def pytest_runtestloop() -> None:
     if "triton" in sys.modules:
         sum_each_row_alone()
         replace_the_language_once()
+        check_no_overflow()
     gc.freeze()
     gc.enable()
 

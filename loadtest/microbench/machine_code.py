@@ -369,13 +369,11 @@ def compiled(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", code)
     if found is None:
-        raise SystemExit(f"cuobjdump of this version reports resources in another form: {usage[:200]!r}")
+        raise SystemExit(f"cuobjdump of this version reports resources in another form: {code[:200]!r}")
     registers, stack, local = map(int, found.groups())
     tensor_cores = len(re.findall(TENSOR_CORES, code))
     layouts = made.asm["ttgir"]

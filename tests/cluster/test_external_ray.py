@@ -55,7 +55,8 @@ def _head(directory: str) -> Iterator[dict[str, str]]:
     }
     code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--include-dashboard=false", "--num-cpus=0", "--object-store-memory=80000000"]
+    command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
+    command += ["--num-cpus=0", "--object-store-memory=80000000"]
     command += ['--resources={"decode": 9, "prefill": 9}', "--num-gpus=2"]  # none exist: Ray only counts them
     for _ in range(STARTS):
         port = free_port("0.0.0.0", 0, "port")

@@ -31,7 +31,10 @@ def templates(cluster: Document, gcs: int, raylet: int) -> dict[str, Document]:
         container = template["spec"]["containers"][0]
         flags = described[name].get("rayStartParams", {}) | _resources(described[name], container)
         flags |= {"node-ip-address": "$(POD_IP)", "node-manager-port": str(raylet), "block": "true"}
-        flags |= {"min-worker-port": "0", "max-worker-port": "0"}
+        # All pods are on one machine and share a folder of logs, which the tests read themselves.
+        flags |= {"min-worker-port": "0", "max-worker-port": "0", "include-log-monitor": "false"}
+        if name == "head" and spec.get("enableInTreeAutoscaling"):
+            flags["no-monitor"] = "true"  # as KubeRay does: the autoscaler has a container of its own
         flags |= {"port": str(gcs)} if name == "head" else {"address": f"{head_service(cluster)}:{gcs}"}
         container["env"].append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
         if name == "head" and "gcsFaultToleranceOptions" in spec:

@@ -3,6 +3,7 @@ that is not captured."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from tests.support.engine_runs import asked_of, right, run
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE, BLOCKS, MOST = 4, 24, 4  # a sequence has six blocks
 LATENT = {"kimi-linear"}
 
@@ -67,8 +69,13 @@ def states(pages: KvCache) -> list[torch.Tensor]:
     return [pages.states.row(slot) for slot in range(MOST)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", HYBRID)
+# One type in turn; in both, a convolution alone, a scan and a delta rule.
+IN_TURN = {(family, DTYPES[place % 2]) for place, family in enumerate(sorted(HYBRID))}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), sorted(IN_TURN | set(itertools.product(("lfm2", "falcon-h1", "qwen3-5"), DTYPES)), key=str)
+)
 def test_every_hybrid_is_captured_with_the_same_bits(family: str, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     """Steps of any sequences, in any order, some with states that a prompt has just begun or gone on with: logits, KV
     and states are those of the uncaptured step, and the states of the others stay. Latent pages are refused."""

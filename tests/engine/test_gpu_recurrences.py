@@ -374,7 +374,7 @@ def by_operators(mixer: Mixer) -> bool:
     return mixer.forward is not type(mixer.module).forward
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "kimi-linear", "granite-hybrid", "jamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3-next", "kimi-linear"])  # the others in test_gpu_captured_recurrences.py
 def test_the_layers_of_a_model_take_them(family: str, on_gpu: None, tmp_path: Path) -> None:
     """The proof at load compares each layer with transformers' own code, in pieces that follow from a state, and its
     bits in pieces, at once and beside another sequence: with the products of a CPU they are the same."""

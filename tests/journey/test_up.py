@@ -23,7 +23,9 @@ import openai
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
+from cli.main import app
 from cluster import run_directory
 from cluster.free_port import free_port
 from engine import kernels
@@ -80,10 +82,9 @@ class Up:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port must be free"
 
-    def tandem(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [TANDEM, *arguments, "--target", self.target], capture_output=True, text=True, timeout=90, check=False
-        )
+    def tandem(self, *arguments: str) -> Result:
+        """In this process, which has imported what the command needs."""
+        return CliRunner().invoke(app, [*arguments, "--target", self.target])
 
 
 @contextmanager
@@ -145,20 +146,20 @@ def test_every_command_answers(cluster: Up, tiny: Path) -> None:
     """generate, workers, audit and doctor exit with 0 and print facts as JSON; tokens equal transformers'."""
     prompt = oracle.prompts(tiny, [40], seed=7)[0]  # new here: no worker has it cached
     text = " ".join(map(str, prompt))
-    done = json.loads(
-        cluster.tandem("generate", "--output", "json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
-    )
+    asked = ["generate", "--output", "json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text]
+    command = [TANDEM, *asked, "--target", cluster.target]
+    done = json.loads(subprocess.run(command, capture_output=True, timeout=90, check=True).stdout)
     assert done["token_ids"] == oracle.greedy(tiny, prompt, 8)
     assert done["receipt"]["path"] == "disaggregated"
     assert done["receipt"]["transfer"]["transport"].startswith("nixl:")
     workers = json.loads(cluster.tandem("workers", "--output", "json").stdout)
     assert {one["worker_id"] for one in workers["workers"]} == {"prefill-0", "decode-0", "router-0", "router-1"}
-    for command in ("audit", "doctor"):
-        out = cluster.tandem(command, "--output", "json")
-        assert out.returncode == 0, out.stdout + out.stderr
+    for name in ("audit", "doctor"):
+        out = cluster.tandem(name, "--output", "json")
+        assert out.exit_code == 0, out.output
         json.loads(out.stdout)
     bad = cluster.tandem("generate", "--token-ids", "1 2 999999")
-    assert bad.returncode == 1
+    assert bad.exit_code == 1
     assert "token_ids[2]" in bad.stderr
 
 
@@ -220,7 +221,7 @@ def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: 
             one.start()
         try:
             for wanted in (2, 1):
-                assert cluster.tandem("scale", f"prefill={wanted}").returncode == 0
+                assert cluster.tandem("scale", f"prefill={wanted}").exit_code == 0
                 wait_until(partial(prefills_are, client, wanted), 60)
         finally:
             stop.set()
