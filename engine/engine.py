@@ -213,8 +213,9 @@ class Engine:
             turn = self.retries.turn(self.scheduler.running, self.scheduler.waiting)
             plan = self.scheduler.plan(self._beside, alone, self.retries.tokens, turn)
             if plan or turn is None:
-                break
-        return plan
+                return plan
+        # A stream that finds no room leaves its turn empty, too. An empty plan makes the thread sleep until a call.
+        return self.scheduler.plan(self._beside, alone, self.retries.tokens)
 
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """Retries the sequences of a failed step in smaller steps; a sequence that fails alone ends.

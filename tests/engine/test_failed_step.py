@@ -372,3 +372,40 @@ def test_the_turn_of_prompts_without_room_passes_on(model: ModelRunner) -> None:
     built.retries.failed(["x"], 1, out_of_memory=True)
     for _ in range(5):
         assert [chunk.sequence.id for chunk in (built.step(), built.plan)[1]] in (["s0"], ["s1"])
+
+
+def test_a_stream_that_gives_its_blocks_back_takes_nobody_else_s_turn(model: ModelRunner) -> None:
+    """Its turn passes on, and so does that of the prompts, which find no room either: an older stream runs. (An empty
+    step lets the engine's thread sleep until it is called.)"""
+    built = Engine(model, EngineConfig(num_blocks=3, block_size=SIZE, token_budget=64, max_running=8))
+    for name, prompt in (("s0", [1, 2, 3]), ("s1", [7, 8, 9])):
+        built.add(Sequence(name, prompt, 3, 12))
+    while any(one.num_uncomputed > 1 or not one.generated for one in built.sequences.values()):
+        built.step()
+    built.add(Sequence("prompt", [5] * 8, 8, 10))
+    built.retries.failed(["x"], 1, out_of_memory=True)
+    steps = [[chunk.sequence.id for chunk in (built.step(), built.plan)[1]] for _ in range(4)]
+    assert steps == [["s0"], ["s1"], ["s0"], ["s0"]]
+    assert built.scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_step_is_empty_while_something_could_run(model: ModelRunner, seed: int) -> None:
+    """In whatever order requests arrive, take turns and run out of blocks: with hand-offs, equal beginnings, and
+    streams that give no block back, because others share them."""
+    rng = random.Random(seed)
+    built = Engine(model, EngineConfig(num_blocks=10, block_size=SIZE, token_budget=64, max_running=8))
+    left: list[Sequence] = []
+    for number in range(14):
+        prompt, handoff = [number % 2] * rng.randint(1, 20), rng.random() < 0.3
+        left.append(Sequence(f"s{number}", prompt, len(prompt), len(prompt) + (1 if handoff else 19), handoff=handoff))
+    while left or built.has_work:
+        if left and (rng.random() < 0.3 or not built.has_work):
+            built.add(left.pop())
+        if rng.random() < 0.1:
+            built.retries.failed(["x"], rng.randint(1, 5), out_of_memory=True)
+        ended = [item.sequence.id for item in built.step() if item.finish]
+        assert built.plan, f"waiting: {built.scheduler.waiting}, running: {built.scheduler.running}"
+        for sequence_id in ended:  # a hand-off's blocks have been read
+            built.drop(sequence_id)
+    assert built.pool.held == 0
