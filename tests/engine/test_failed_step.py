@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_retries import GOOD_STEPS, MOST_GOOD_STEPS, Retries
 from engine.decoding import new_tokens
-from engine.decoding.speculative import Ngram, Speculation
+from engine.decoding.speculative import Ask, Ngram, Speculation
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
@@ -147,6 +148,53 @@ def test_only_the_request_that_never_fits_is_refused_for_memory(
     assert [one.tokens for one in sequences] == expected
 
 
+class Guesses(Ngram):
+    def _continue(self, sequence: Sequence, most: int) -> list[int]:
+        return [0] * most
+
+
+def test_a_stream_that_fits_is_not_refused_for_its_drafts(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is kept small has no drafts beyond that; they are tried again later, less and less often."""
+    plain, one = (Sequence("one", [1, 2, 3], 3, 43) for _ in range(2))
+    assert run(build(model), [plain]) == {}
+
+    def drafted(_: int, batch: Batch) -> Exception | None:
+        return torch.OutOfMemoryError() if batch.positions[0] >= 3 and len(batch.token_ids) > 1 else None
+
+    failed = failing(monkeypatch, drafted)
+    assert run(build(model, speculation=Speculation(Guesses(), 4)), [one]) == {}
+    assert one.tokens == plain.tokens
+    assert 0 < len(failed) < 8
+
+
+class Starved(Ngram):
+    """There is no memory for it, nor for the forward behind it."""
+
+    lacking: Exception | None = None
+
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        self.lacking = torch.OutOfMemoryError()
+        raise self.lacking
+
+
+def test_a_request_is_not_refused_for_the_memory_of_a_draft_model(
+    model: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure is none of the two that a request has alone with a single token."""
+    plain, one = (Sequence("one", [1, 2, 3], 3, 43) for _ in range(2))
+    assert run(build(model), [plain]) == {}
+    drafter = Starved()
+
+    def behind_it(*_: Any) -> Exception | None:
+        lacking, drafter.lacking = drafter.lacking, None
+        return lacking
+
+    failed = failing(monkeypatch, behind_it)
+    assert run(build(model, speculation=Speculation(drafter, 4)), [one]) == {}
+    assert one.tokens == plain.tokens
+    assert 0 < len(failed) < 8
+
+
 def test_an_engine_that_can_compute_nothing_any_more_breaks(
     model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,18 +234,24 @@ def test_a_failure_while_tokens_are_chosen_changes_no_token(
     assert all(len(one.prompt_logprobs) == one.prompt_len - 1 for one in sequences if one.sampling.prompt_logprobs)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, torch.OutOfMemoryError])
 def test_sequences_that_took_tokens_from_a_failed_step_end(
-    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """These tokens were not sent: the requests must be placed again, with the tokens that were."""
+    """These tokens were not sent: the requests must be placed again, with the tokens that were. None is refused for
+    memory, which no single one of them may need."""
     publish = Engine._publish
-    monkeypatch.setattr(Engine, "_publish", lambda *_: 1 / 0)
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "_publish", broken)
     sequences, built = crowd(), build(model)
     for one in sequences:
         built.add(one)
     failed = {item.sequence.id: item.error for item in built.step() if item.error}
     assert failed
-    assert all(isinstance(error, StepFailed) for error in failed.values())
+    assert all(isinstance(one, StepFailed) for one in failed.values())
     assert built.pool.check(live=built.sequences) == []
     monkeypatch.setattr(Engine, "_publish", publish)
     assert run(built, []) == {}
@@ -372,3 +426,40 @@ def test_the_turn_of_prompts_without_room_passes_on(model: ModelRunner) -> None:
     built.retries.failed(["x"], 1, out_of_memory=True)
     for _ in range(5):
         assert [chunk.sequence.id for chunk in (built.step(), built.plan)[1]] in (["s0"], ["s1"])
+
+
+def test_a_stream_that_gives_its_blocks_back_takes_nobody_else_s_turn(model: ModelRunner) -> None:
+    """Its turn passes on, and so does that of the prompts, which find no room either: an older stream runs. (An empty
+    step lets the engine's thread sleep until it is called.)"""
+    built = Engine(model, EngineConfig(num_blocks=3, block_size=SIZE, token_budget=64, max_running=8))
+    for name, prompt in (("s0", [1, 2, 3]), ("s1", [7, 8, 9])):
+        built.add(Sequence(name, prompt, 3, 12))
+    while any(one.num_uncomputed > 1 or not one.generated for one in built.sequences.values()):
+        built.step()
+    built.add(Sequence("prompt", [5] * 8, 8, 10))
+    built.retries.failed(["x"], 1, out_of_memory=True)
+    steps = [[chunk.sequence.id for chunk in (built.step(), built.plan)[1]] for _ in range(4)]
+    assert steps == [["s0"], ["s1"], ["s0"], ["s0"]]
+    assert built.scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_step_is_empty_while_something_could_run(model: ModelRunner, seed: int) -> None:
+    """In whatever order requests arrive, take turns and run out of blocks: with hand-offs, equal beginnings, and
+    streams that give no block back, because others share them."""
+    rng = random.Random(seed)
+    built = Engine(model, EngineConfig(num_blocks=10, block_size=SIZE, token_budget=64, max_running=8))
+    left: list[Sequence] = []
+    for number in range(14):
+        prompt, handoff = [number % 2] * rng.randint(1, 20), rng.random() < 0.3
+        left.append(Sequence(f"s{number}", prompt, len(prompt), len(prompt) + (1 if handoff else 19), handoff=handoff))
+    while left or built.has_work:
+        if left and (rng.random() < 0.3 or not built.has_work):
+            built.add(left.pop())
+        if rng.random() < 0.1:
+            built.retries.failed(["x"], rng.randint(1, 5), out_of_memory=True)
+        ended = [item.sequence.id for item in built.step() if item.finish]
+        assert built.plan, f"waiting: {built.scheduler.waiting}, running: {built.scheduler.running}"
+        for sequence_id in ended:  # a hand-off's blocks have been read
+            built.drop(sequence_id)
+    assert built.pool.held == 0
