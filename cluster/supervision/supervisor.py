@@ -53,6 +53,7 @@ class _Worker:
     unserved: bool = False  # stopped before it served, so the way its process ended does not matter
     before: _Worker | None = None  # the worker as which this process serves until it has drained
     switched: bool = False  # the process continues as another worker
+    found: bool = False  # an earlier supervisor started it, so it may serve before its start() has answered here
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -97,7 +98,7 @@ class Supervisor:
             if self._lease is not None:
                 await self._take(self._lease)
             for worker_id, process in (await self._host.survivors()).items():
-                self._watch(worker_id, process)
+                self._watch(worker_id, process, found=True)
             self._wanted = dict(Counter(map(role_of, self._workers)))  # stays so if the registry has lost the sizes
         finally:
             self._found_survivors.set()
@@ -210,8 +211,10 @@ class Supervisor:
 
     # ---- one worker
 
-    def _watch(self, worker_id: str, process: WorkerProcess, before: _Worker | None = None) -> None:
-        worker = self._workers[worker_id] = _Worker(worker_id, process, before=before)
+    def _watch(
+        self, worker_id: str, process: WorkerProcess, before: _Worker | None = None, found: bool = False
+    ) -> None:
+        worker = self._workers[worker_id] = _Worker(worker_id, process, before=before, found=found)
         once(self._follow(worker), name=f"worker {worker_id}")
 
     async def _begin(self, worker: _Worker) -> Started:
@@ -288,14 +291,15 @@ class Supervisor:
         worker.ended.set()
 
     async def _drain(self, worker: _Worker, grace_s: float) -> None:
-        """Ends one worker: with grace if it serves, otherwise at once. `_follow` does the rest.
+        """Ends one worker: with grace if it may serve, otherwise at once. `_follow` does the rest.
 
         A worker that has stopped is not killed here: the kill could overtake the answer of its wait(), and an orderly
         end would look like a death.
         """
         if worker.switched:  # it drains already, and the process ends as another worker
             return
-        worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
+        worker.unserved = worker.phase is Phase.STARTING and not worker.found
+        worker.phase = Phase.STOPPING
         if worker.unserved:
             if worker.before is not None:
                 await within(worker.before.ended, grace_s)

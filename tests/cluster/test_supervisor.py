@@ -358,6 +358,29 @@ async def test_a_restarted_supervisor_that_is_stopped_at_once_ends_its_workers(r
         assert len(host.processes["decode-0"].graces) == int(waits)
 
 
+@pytest.mark.parametrize("stops", [True, False])
+async def test_a_survivor_drains_although_it_has_not_answered_yet(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """It may have served for hours, and says so some milliseconds later. It is not killed in a stop, nor as a
+    surplus worker whose pool was made smaller while no supervisor ran."""
+    start = FakeWorkerProcess.start
+
+    async def start_over_ray(process: FakeWorkerProcess, report: Callable[[str], None]) -> Started:
+        await asyncio.sleep(0.5)
+        return await start(process, report)
+
+    monkeypatch.setattr(FakeWorkerProcess, "start", start_over_ray)
+    host = FakeHost(survivors=("decode-0", "decode-1"))
+    async with supervised(host, registry, decode=2 if stops else 1) as (supervisor, watch):
+        await watch.until(Kind.STARTING, "decode-1")
+        if stops:
+            await supervisor.stop(grace_s=1.0)
+        else:
+            assert (await watch.until(Kind.STOPPED, "decode-1")).error is None
+        assert len(host.processes["decode-1"].graces) == 1
+
+
 async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
     """Losing the registry's content changes no pool: the last known sizes are written back."""
     host = FakeHost()
