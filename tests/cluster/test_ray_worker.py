@@ -216,6 +216,18 @@ async def test_a_survivor_without_a_process_is_what_its_name_says(monkeypatch: p
     assert len(waits.serves_as.calls) == 1
 
 
+async def test_a_survivor_that_waits_for_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no needs that the line could name."""
+    monkeypatch.setattr(ray_worker, "PLACED_SOON_S", 0.0)
+    said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    process = RayWorkerProcess(Actor(node=Method(), start=Method()), "decode-0")
+    starting = asyncio.create_task(process.start(said.set_result))
+    line = await asyncio.wait_for(said, SOON_S)
+    await end(starting)
+    assert "not started its process" in line
+    assert "None" not in line
+
+
 class Supervising(SupervisorActor):
     """A supervisor that only ends with its owner."""
 
