@@ -34,6 +34,8 @@ WANTED_REFRESH_S = 5.0
 """How soon a missed change of "wanted" is noticed."""
 NODES_LOOKED_AT_S = 1.0
 """How soon a node that will end is noticed."""
+LATE_ASKED_S = 5.0
+"""How soon survivors that did not say which workers they are are asked again."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped this long after its grace is killed."""
 START_PROGRESS_TIMEOUT_S = 900.0
@@ -104,6 +106,7 @@ class Supervisor:
             self._found_survivors.set()
         follow = forever(self._follow_wanted, name="wanted")
         leave = forever(self._leave_nodes, name="leave nodes")
+        late = forever(self._find_late, name="late survivors")
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -114,6 +117,7 @@ class Supervisor:
         finally:
             await end(follow)
             await end(leave)
+            await end(late)
 
     async def _take(self, lease: Lease) -> None:
         try:
@@ -208,6 +212,29 @@ class Supervisor:
             if leaving:
                 self._wake.set()
             await asyncio.sleep(NODES_LOOKED_AT_S)
+
+    async def _find_late(self) -> None:
+        """Follows survivors that were silent when this supervisor started. One whose place another worker has now
+        drains and ends."""
+        while True:
+            for worker_id, process in (await self._host.late_survivors()).items():
+                if worker_id in self._workers:
+                    log.warning("supervisor.second_process", worker_id=worker_id)
+                    once(self._end_second(process), name=f"second {worker_id}")
+                else:
+                    self._watch(worker_id, process, found=True)
+                    self._wake.set()
+            await asyncio.sleep(LATE_ASKED_S)
+
+    async def _end_second(self, process: WorkerProcess) -> None:
+        """Ends a process whose id another one has: with grace, as it may serve."""
+        try:
+            async with asyncio.timeout(self._grace_s + STOP_MARGIN_S):
+                await process.stop(self._grace_s)
+        except (TimeoutError, TandemError) as error:
+            log.warning("supervisor.stop_failed", error=repr(error))
+        finally:
+            process.kill()
 
     # ---- one worker
 
