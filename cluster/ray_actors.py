@@ -219,6 +219,7 @@ class RayHost:
         self._placement = placement
         self._prefix = _worker_prefix(settings.cluster)
         self._spares: dict[RayWorkerProcess, asyncio.Task[None]] = {}
+        self._silent: list[RayWorkerProcess] = []  # survivors that have not said which workers they are
         self._gcs: Gcs | None = None
 
     def create(self, worker_id: str) -> WorkerProcess:
@@ -282,6 +283,13 @@ class RayHost:
                 processes.append(RayWorkerProcess(ray.get_actor(name, namespace=NAMESPACE), worker_id))
             except ValueError:  # it died meanwhile
                 continue
+        return await self._living(processes)
+
+    async def late_survivors(self) -> dict[str, WorkerProcess]:
+        silent, self._silent = self._silent, []
+        return await self._living(silent)
+
+    async def _living(self, processes: Collection[RayWorkerProcess]) -> dict[str, WorkerProcess]:
         survivors: dict[str, WorkerProcess] = {}
         worker_ids = await asyncio.gather(*(self._asked(process) for process in processes))
         # Those that wait for room last: a worker that serves may have the id for which they were made.
@@ -303,5 +311,6 @@ class RayHost:
         except WorkerLost:
             return ""
         except TandemError as error:  # by its name it could be a spare, or a worker's second process, which are killed
-            log.error("%s; it is left alone until the supervisor starts again", error.message)
+            log.error("%s; it is left alone until it does", error.message)
+            self._silent.append(process)
             return ""

@@ -124,7 +124,8 @@ class RayWorkerProcess:
 
     async def _follow(self, report: Callable[[str], None]) -> None:
         reported = 0
-        waiting = f"Ray has not started its process yet; it needs a host with {self._wanted} free"
+        room = self._wanted or "room"  # what a survivor needs is not known
+        waiting = f"Ray has not started its process yet; it needs a host with {room} free"
         late = asyncio.get_running_loop().call_later(PLACED_SOON_S, report, waiting)
         try:
             self.node = await self._call(self._actor.node.remote)

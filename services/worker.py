@@ -4,12 +4,12 @@ registry, a ledger, and an orderly shutdown."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from time import monotonic
 
 import grpc
@@ -93,7 +93,7 @@ class Worker:
         """Call it after adding all servicers to `self.grpc.server`."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
-        self.loop.on_broken, self.transport.on_broken = self._broke, self._transport_broke
+        self.loop.on_broken, self.transport.on_broken = self._broke, partial(self.transport_broke, self.transport)
         probes = Probes(self._here, lambda: self.state is State.READY)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)
         services, host, port = [*services, "tandem.v1.WorkerService"], self.settings.host, self.settings.worker_port
@@ -312,9 +312,9 @@ class Worker:
         """On the watchdog's thread."""
         self.loop.abandon(Unavailable(f"{self.worker_id}: {why}", reason=check.reason))
 
-    def _transport_broke(self) -> None:
-        """On the transport's thread."""
-        what = self.transport.broken.message if self.transport.broken else "unknown"
+    def transport_broke(self, transport: Transport) -> None:
+        """On the thread of `transport`."""
+        what = transport.broken.message if transport.broken else "unknown"
         self.loop.abandon(Unavailable(f"the KV transport of {self.worker_id} broke: {what}", reason="TRANSPORT_BROKEN"))
 
     def _broke(self) -> None:
@@ -374,7 +374,7 @@ async def load_engine(
     settings: Settings, say: Callable[[str], None], *, ranks: int = 1, generates: bool = True
 ) -> EngineThread:
     """Loads and checks the model on the engine's thread, without blocking the event loop."""
-    loop = EngineThread(functools.partial(build_engine, settings, say, generates=generates, ranks=ranks))
+    loop = EngineThread(partial(build_engine, settings, say, generates=generates, ranks=ranks))
     await loop.built()
     return loop
 

@@ -52,6 +52,8 @@ EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster 
 def main(launcher: str = LAUNCHER) -> int:
     """Runs until SIGTERM, which ends only this process. Returns 1 if the supervisor has ended, or if Valkey or Ray's
     head does not answer within `start_timeout_s`."""
+    # The first process of a container ignores signals without a handler; `_follow` has its own.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         settings = tandem_settings.load()
         for name in ("ray_address", "redis", "cluster_token"):

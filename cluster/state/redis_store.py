@@ -25,6 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 from tandem.errors import NotFound, SettingsError, Unavailable
@@ -145,7 +147,9 @@ def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
         )
     if not path:
         raise _bad_url("the name of the Sentinel service is missing after the hosts")
-    bounded = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
+    # A call must reach the last one although all others are lost: by default, redis-py asks each of them eleven times.
+    each_s = CALL_TIMEOUT_S / (len(addresses) + 1)
+    bounded = {"socket_timeout": each_s, "socket_connect_timeout": each_s, "retry": Retry(NoBackoff(), 0)}
     sentinel: Any = redis.Sentinel(addresses, sentinel_kwargs={**bounded, **tls, **logins})  # type: ignore[no-untyped-call]
     return sentinel.master_for(path[0], **{**options, **connection})
 

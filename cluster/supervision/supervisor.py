@@ -34,6 +34,8 @@ WANTED_REFRESH_S = 5.0
 """How soon a missed change of "wanted" is noticed."""
 NODES_LOOKED_AT_S = 1.0
 """How soon a node that will end is noticed."""
+LATE_ASKED_S = 5.0
+"""How soon survivors that did not say which workers they are are asked again."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped this long after its grace is killed."""
 START_PROGRESS_TIMEOUT_S = 900.0
@@ -53,6 +55,7 @@ class _Worker:
     unserved: bool = False  # stopped before it served, so the way its process ended does not matter
     before: _Worker | None = None  # the worker as which this process serves until it has drained
     switched: bool = False  # the process continues as another worker
+    found: bool = False  # an earlier supervisor started it, so it may serve before its start() has answered here
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -97,12 +100,13 @@ class Supervisor:
             if self._lease is not None:
                 await self._take(self._lease)
             for worker_id, process in (await self._host.survivors()).items():
-                self._watch(worker_id, process)
+                self._watch(worker_id, process, found=True)
             self._wanted = dict(Counter(map(role_of, self._workers)))  # stays so if the registry has lost the sizes
         finally:
             self._found_survivors.set()
         follow = forever(self._follow_wanted, name="wanted")
         leave = forever(self._leave_nodes, name="leave nodes")
+        late = forever(self._find_late, name="late survivors")
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -113,6 +117,7 @@ class Supervisor:
         finally:
             await end(follow)
             await end(leave)
+            await end(late)
 
     async def _take(self, lease: Lease) -> None:
         try:
@@ -208,10 +213,35 @@ class Supervisor:
                 self._wake.set()
             await asyncio.sleep(NODES_LOOKED_AT_S)
 
+    async def _find_late(self) -> None:
+        """Follows survivors that were silent when this supervisor started. One whose place another worker has now
+        drains and ends."""
+        while True:
+            for worker_id, process in (await self._host.late_survivors()).items():
+                if worker_id in self._workers:
+                    log.warning("supervisor.second_process", worker_id=worker_id)
+                    once(self._end_second(process), name=f"second {worker_id}")
+                else:
+                    self._watch(worker_id, process, found=True)
+                    self._wake.set()
+            await asyncio.sleep(LATE_ASKED_S)
+
+    async def _end_second(self, process: WorkerProcess) -> None:
+        """Ends a process whose id another one has: with grace, as it may serve."""
+        try:
+            async with asyncio.timeout(self._grace_s + STOP_MARGIN_S):
+                await process.stop(self._grace_s)
+        except (TimeoutError, TandemError) as error:
+            log.warning("supervisor.stop_failed", error=repr(error))
+        finally:
+            process.kill()
+
     # ---- one worker
 
-    def _watch(self, worker_id: str, process: WorkerProcess, before: _Worker | None = None) -> None:
-        worker = self._workers[worker_id] = _Worker(worker_id, process, before=before)
+    def _watch(
+        self, worker_id: str, process: WorkerProcess, before: _Worker | None = None, found: bool = False
+    ) -> None:
+        worker = self._workers[worker_id] = _Worker(worker_id, process, before=before, found=found)
         once(self._follow(worker), name=f"worker {worker_id}")
 
     async def _begin(self, worker: _Worker) -> Started:
@@ -288,14 +318,15 @@ class Supervisor:
         worker.ended.set()
 
     async def _drain(self, worker: _Worker, grace_s: float) -> None:
-        """Ends one worker: with grace if it serves, otherwise at once. `_follow` does the rest.
+        """Ends one worker: with grace if it may serve, otherwise at once. `_follow` does the rest.
 
         A worker that has stopped is not killed here: the kill could overtake the answer of its wait(), and an orderly
         end would look like a death.
         """
         if worker.switched:  # it drains already, and the process ends as another worker
             return
-        worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
+        worker.unserved = worker.phase is Phase.STARTING and not worker.found
+        worker.phase = Phase.STOPPING
         if worker.unserved:
             if worker.before is not None:
                 await within(worker.before.ended, grace_s)

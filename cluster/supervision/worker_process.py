@@ -56,6 +56,9 @@ class Host(Protocol):
     async def survivors(self) -> dict[str, WorkerProcess]:
         """Workers that an earlier incarnation of this supervisor started."""
 
+    async def late_survivors(self) -> dict[str, WorkerProcess]:
+        """Those of them that have said only now which workers they are. May take long."""
+
 
 class Kind(StrEnum):
     STARTING = "starting"

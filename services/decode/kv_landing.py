@@ -13,6 +13,7 @@ import asyncio
 from collections import abc
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -50,7 +51,7 @@ class KvLanding:
         region = Region(staging.base_address, count, layout.block_bytes, keepalive=staging.buffer)
         # A separate agent from that of the worker's pages.
         self.transport = worker.transport_over(region, f"{worker.incarnation}-{layout.hash()[:8]}", layout.hash())
-        self.transport.on_broken = worker.transport.on_broken
+        self.transport.on_broken = partial(worker.transport_broke, self.transport)
         self.digest_blocks = digests(block_reader(staging))
         self.count = count
         self._free = list(range(count))
@@ -209,6 +210,5 @@ class KvLandings:
 
     async def close(self) -> None:
         async with self._making:
-            for landing in self._made.values():
-                await self._close(landing)
-            self._made.clear()
+            while self._made:  # one that closes makes no progress: the watchdog must not look at it
+                await self._close(self._made.popitem()[1])

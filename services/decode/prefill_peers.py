@@ -40,7 +40,7 @@ from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0  # of GetPeer
 CONNECT_TIMEOUT_S = 5.0  # of the KV plane
-VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications; doubles after each failure
+VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications, or measurements; doubles after each failure
 Verify = Callable[[Peer], Awaitable[object]]
 
 
@@ -173,16 +173,25 @@ class PrefillPeers:
         return link.connecting
 
     async def _warm(self, link: _Link) -> None:
-        try:
-            source = await self._get(link)
-        except TandemError as error:
-            log.warning("source.not_connected", source=link.incarnation[0], error=error.message)
-            return
-        if self._compare is not None:
+        """Connects a new source, and measures its transports as soon as that is possible."""
+        pause_s = VERIFY_MIN_S
+        while True:
             try:
-                await self._compare(source.peer)
+                source = await self._get(link)
+            except TandemError as error:
+                log.warning("source.not_connected", source=link.incarnation[0], error=error.message)
+                return
+            try:
+                if self._compare is not None:
+                    await self._compare(source.peer)
+                return
+            except Busy as error:  # others are measured, or no local block is free: no information about this link
+                log.info("source.not_measured_yet", source=link.incarnation[0], error=error.message)
             except TandemError as error:  # requests detect by themselves whether KV arrives
                 log.warning("source.not_measured", source=link.incarnation[0], error=error.message)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, VERIFY_MAX_S)
 
     async def _connect(self, link: _Link) -> PrefillPeer:
         (worker_id, incarnation), address = link.incarnation, link.address

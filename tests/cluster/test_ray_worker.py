@@ -193,6 +193,20 @@ async def test_a_survivor_that_does_not_say_what_it_is_is_not_killed(monkeypatch
     assert len(spare.serves_as.calls) == ray_worker.SERVES_AS_ASKED > 1
 
 
+async def test_a_silent_survivor_is_found_once_it_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again as long as it is silent, and found once. By its name it is decode-0; it has become another
+    worker."""
+    silent = Actor(serves_as=Method())
+    host = Survivors(monkeypatch, decode_0=silent)
+    assert await host.found() == {}
+    assert await host.late_survivors() == {}
+    silent.serves_as.answers.append("prefill-1")
+    found = await host.late_survivors()
+    assert {worker_id: process._actor for worker_id, process in found.items()} == {"prefill-1": silent}  # type: ignore[attr-defined]
+    assert await host.late_survivors() == {}
+    assert host.killed == []
+
+
 async def test_control_a_spare_that_says_so_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a spare too many ends, also one whose first answer is late or whose connection breaks, and the second
     process of one worker. A dead one is no survivor."""
@@ -214,6 +228,18 @@ async def test_a_survivor_without_a_process_is_what_its_name_says(monkeypatch: p
     assert await host.found() == {"decode-0": serves, "decode-2": waits}
     assert host.killed == [needless]
     assert len(waits.serves_as.calls) == 1
+
+
+async def test_a_survivor_that_waits_for_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no needs that the line could name."""
+    monkeypatch.setattr(ray_worker, "PLACED_SOON_S", 0.0)
+    said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    process = RayWorkerProcess(Actor(node=Method(), start=Method()), "decode-0")
+    starting = asyncio.create_task(process.start(said.set_result))
+    line = await asyncio.wait_for(said, SOON_S)
+    await end(starting)
+    assert "not started its process" in line
+    assert "None" not in line
 
 
 class Supervising(SupervisorActor):

@@ -219,6 +219,20 @@ async def test_a_master_that_sentinels_replace() -> None:
         await works(url)
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_lost_sentinel_does_not_hide_the_others(refuses: bool) -> None:
+    """The first one of the URL has no process any more, or its host does not answer. Calls find the master through the
+    second one, within their own time limits."""
+    port, guard, lost = free_ports(3)
+    config = f"sentinel monitor main 127.0.0.1 {port} 1\nsentinel auth-pass main {SECRET}"
+    with ExitStack() as stack:
+        stack.enter_context(valkey(port, config=f"requirepass {SECRET}\nmasterauth {SECRET}"))
+        stack.enter_context(valkey(guard, "--sentinel", config=config))
+        if not refuses:
+            stack.enter_context(socket.create_server(("127.0.0.1", lost)))  # connects, and never answers
+        await works(f"redis+sentinel://:{SECRET}@127.0.0.1:{lost},127.0.0.1:{guard}/main")
+
+
 async def replicated(port: int, guard: int) -> None:
     """Waits until the replica has everything and the sentinel knows it."""
     store, sentinel = (

@@ -12,6 +12,7 @@ from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_process import Event, Kind, Started, WorkerProcess
 from tandem.errors import CheckpointRefused, Unavailable, WorkerLost
+from tests.support.waiting import until
 
 SOON_S = 10.0
 
@@ -81,6 +82,7 @@ class FakeHost:
         self._asked = asyncio.Event()
         self._refuse = refuse
         self._survivors = survivors
+        self.late: dict[str, WorkerProcess] = {}  # survivors that say only later what they are
         self.nodes: dict[str, str] = {}  # where a worker will be
         self.ending: set[str] | None = set()  # None: unknown
 
@@ -109,6 +111,10 @@ class FakeHost:
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         return {worker_id: self.create(worker_id) for worker_id in self._survivors}
+
+    async def late_survivors(self) -> dict[str, WorkerProcess]:
+        late, self.late = self.late, {}
+        return late
 
 
 class SlowHost(FakeHost):
@@ -356,6 +362,47 @@ async def test_a_restarted_supervisor_that_is_stopped_at_once_ends_its_workers(r
             await stopping
             await running
         assert len(host.processes["decode-0"].graces) == int(waits)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+async def test_a_survivor_drains_although_it_has_not_answered_yet(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """It may have served for hours, and says so some milliseconds later. It is not killed in a stop, nor as a
+    surplus worker whose pool was made smaller while no supervisor ran."""
+    start = FakeWorkerProcess.start
+
+    async def start_over_ray(process: FakeWorkerProcess, report: Callable[[str], None]) -> Started:
+        await asyncio.sleep(0.5)
+        return await start(process, report)
+
+    monkeypatch.setattr(FakeWorkerProcess, "start", start_over_ray)
+    host = FakeHost(survivors=("decode-0", "decode-1"))
+    async with supervised(host, registry, decode=2 if stops else 1) as (supervisor, watch):
+        await watch.until(Kind.STARTING, "decode-1")
+        if stops:
+            await supervisor.stop(grace_s=1.0)
+        else:
+            assert (await watch.until(Kind.STOPPED, "decode-1")).error is None
+        assert len(host.processes["decode-1"].graces) == 1
+
+
+async def test_a_survivor_that_says_late_what_it_is_is_followed(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its place is free it is a worker like the others. If another worker has its place by then, it drains and ends,
+    and the other one stays."""
+    monkeypatch.setattr("cluster.supervision.supervisor.LATE_ASKED_S", 0.01)
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):  # the size of the other pool is unknown
+        await watch.until(Kind.READY, "decode-0")
+        second, late = FakeWorkerProcess(refuse=False), FakeWorkerProcess(refuse=False)
+        host.late = {"prefill-0": late, "decode-0": second}
+        await watch.until(Kind.READY, "prefill-0")
+        await until(lambda: second.killed)
+        assert second.graces == [7.0]
+        assert not late.killed
+        assert not host.processes["decode-0"].killed
 
 
 async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:

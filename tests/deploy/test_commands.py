@@ -161,6 +161,21 @@ def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
         process.kill()
 
 
+def test_a_driver_that_waits_for_valkey_ends_at_once() -> None:
+    """Its pod is deleted meanwhile. The exit code is as in the test above."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    nowhere = "127.0.0.1:1"
+    env |= {"TANDEM_MODEL": "m", "TANDEM_REDIS": f"redis://{nowhere}", "TANDEM_RAY_ADDRESS": nowhere}
+    env |= {"TANDEM_CLUSTER_TOKEN": secrets.token_hex(16), "PYTHONPATH": str(ROOT)}
+    process = Process("driver", [sys.executable, "-m", "cluster.kuberay.driver"], env)
+    try:
+        process.wait_for("waiting: the registry does not answer")
+        process.signal(signal.SIGTERM)
+        assert process.popen.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
 def parsed(command: list[str]) -> dict[str, object]:
     """The options as parsed by the program itself, which refuses unknown ones."""
     program, verb, *words = command

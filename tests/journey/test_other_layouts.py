@@ -17,7 +17,8 @@ from engine import kernels
 from kvtransfer.types import Peer
 from services.router.preprocess.request import Request
 from services.router.routing.placement import WorkerSnapshot
-from tandem.errors import ResumeFailed
+from tandem.errors import InternalError, ResumeFailed
+from tests.journey.test_stuck import left
 from tests.support import oracle
 from tests.support.faults import Harm, only_first, slow_down
 from tests.support.memory import block_view
@@ -171,6 +172,19 @@ async def test_a_cancelled_request_leaves_no_place_of_the_staging(inside: Any, t
         (done,) = await answers(cluster, [prompt])
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
         assert all_given_back(cluster)
+
+
+async def test_a_worker_whose_landing_broke_says_why(inside: Any, tiny: Path) -> None:
+    """It could read nothing from sources with that layout any more, and leaves; its error names the cause."""
+    async with inside(prefill=0) as cluster:
+        await with_prefill(cluster, "prefill-0", block_size=16)
+        await cluster.seen(2)
+        await answers(cluster, oracle.prompts(tiny, [20]))
+        victim = cluster.workers["decode-0"]
+        (landing,) = victim._landings._made.values()
+        landing.transport.broken = InternalError("its thread has ended")
+        await asyncio.to_thread(landing.transport.on_broken)
+        assert "its thread has ended" in (await left(victim)).message
 
 
 async def test_a_rolling_upgrade_refuses_no_pair(inside: Any, tiny: Path) -> None:

@@ -86,3 +86,19 @@ async def test_the_memory_of_a_transport_that_cannot_be_closed_stays(landings: K
     await landing(landings, "b")
     await landing(landings, "c")
     assert landings._not_closed == [first]
+
+
+async def test_a_landing_that_closes_is_not_watched(landings: KvLandings) -> None:
+    """Its transport makes no progress any more, and the next one may take seconds to close: the watchdog would end the
+    worker in the middle of a role switch. As a control, both are watched before."""
+    watched: list[int] = []
+
+    def count() -> None:
+        watched.append(sum(landings.under_way(number) is not None for number in range(kv_landing.MOST)))
+
+    for name in ("a", "b"):
+        made = await landing(landings, name)
+        made.under_way, made.close = (name, 2.5), count
+    count()
+    await landings.close()
+    assert watched == [2, 1, 0]
