@@ -18,6 +18,7 @@ from itertools import islice
 from time import monotonic
 
 from cluster.state.registry import State
+from engine.core.step_time import WORTHWHILE
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
@@ -150,7 +151,8 @@ class RequestScheduler:
     async def prefilled(self, placement: Placement) -> None:
         """The first token has arrived: the prompt is no longer part of a backlog. Safe to call twice."""
         self._workers.first_token(placement)
-        self._computes(placement)
+        if waiting := self._placed.get(id(placement)):
+            self._computes(waiting, placement)
         self._dispatch_soon()
 
     def observe_path(self, placement: Placement, latency: tuple[float, int, float] | None) -> None:
@@ -352,10 +354,11 @@ class RequestScheduler:
         else:
             self._places.clear()
         self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
-        self._computes(placement)
+        self._computes(waiting, placement)
 
-    def _computes(self, placement: Placement) -> None:
-        if placement.prefill or not self._workers.prefills.capacity.rate:  # where `_expected` looks
+    def _computes(self, waiting: WaitingRequest, placement: Placement) -> None:
+        learns = placement.prefill or not self._workers.prefills.capacity.rate  # where `_expected` looks
+        if learns and waiting.new_tokens(placement) >= WORTHWHILE:  # fewer hardly move the rate
             self._useful_wait.computes(monotonic())
 
     def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:

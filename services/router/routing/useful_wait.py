@@ -2,7 +2,8 @@
 Pure: callers pass the time.
 
 An estimate that is too slow, learnt while a neighbour took the machine's cores, would refuse every long prompt and so
-never be corrected. So an idle cluster computes one such prompt now and then, as a probe.
+never be corrected. So an idle cluster computes such a prompt if none has corrected the estimates for a while. One that is
+short, or that a decode worker computes instead, corrects none: the next one is tried, too.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 from tandem.errors import Busy, DeadlineExceeded
 
 MIN_RETRY_S = 0.1
-PROBE_S = 5.0  # without a prompt, after which an estimate is no reason to refuse one; between two probes
+PROBE_S = 5.0  # without a prompt that corrects the estimates, after which they are no reason to refuse one
 
 
 class UsefulWait:
     def __init__(self, ttft: float | None, now: float) -> None:
         """`ttft`: the cluster's objective for the first token."""
         self._ttft = ttft
-        self._computed_at = now  # the latest prompt that could correct the estimates
+        self._computed_at = now  # the latest prompt that corrects the estimates
 
     def computes(self, now: float) -> None:
-        """A prompt has been placed, or its first token has come."""
+        """A prompt that corrects the estimates has been placed, or its first token has come."""
         self._computed_at = now
 
     def seconds(self, wait_s: float, own_s: float, remaining_s: float, ttft_s: float | None, now: float) -> float:
@@ -44,7 +45,6 @@ class UsefulWait:
         if late_s <= 0:
             return max(0.0, within_s - own_s)
         if probes:
-            self._computed_at = now
             return within_s
         helps = wait_s > 0 or ttft_s is None or own_s <= ttft_s  # to come again; the rate of a busy worker is a guess
         raise Busy(
