@@ -86,8 +86,7 @@ class CompletionRunner:
         """Waits for room and makes an attempt."""
         request, timeline = completion.request, completion.timeline
         alone = await self._poison.settle(request, deadline)
-        waiting_since = monotonic()
-        remaining = deadline - waiting_since
+        remaining = deadline - monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(f"the deadline passed after {request.generated} tokens", field="deadline")
         kv_holder = request.kv_holder if timeline.attempts == 0 and not alone else ""
@@ -102,7 +101,8 @@ class CompletionRunner:
             functools.partial(self._prefixes.holders, prompt),
             tenant=request.tenant,
             priority=request.priority,
-            ttft_s=None if request.ttft_s is None else request.ttft_s - timeline.elapsed(),
+            ttft_s=request.ttft_s,
+            spent_s=timeline.elapsed(),
             begun=bool(request.generated),
             follows=bool(kv_holder),
             begun_with=timeline.begun_with,
