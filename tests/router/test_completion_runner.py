@@ -307,7 +307,7 @@ async def test_a_stream_that_finds_no_place_any_more_broke(
         await runner.run(completion, monotonic() + 10.0)
     if sent:
         assert isinstance(caught.value, ResumeFailed)
-        assert "1 tokens had been sent" in caught.value.message
+        assert "1 tokens had been generated" in caught.value.message
     else:
         assert caught.value is refusal
 

@@ -77,7 +77,7 @@ class CompletionRunner:
                 except (Busy, NoWorker) as error:
                     if completion.timeline.ttft is None:
                         raise
-                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been sent") from error
+                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been generated") from error
             completion.finish(self._model)
         finally:
             completion.begun.set()
@@ -242,5 +242,5 @@ def _given_up(request: Request, timeline: RequestTimeline, error: TandemError) -
     """After the first token the error must not suggest that nothing was generated."""
     message = f"given up after {timeline.attempts} attempts: {error.message}"
     if request.generated:
-        return ResumeFailed(f"{message}; {request.generated} tokens had been sent")
+        return ResumeFailed(f"{message}; {request.generated} tokens had been generated")
     return type(error)(message, reason=error.reason, retry_after=1.0)
