@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cluster.state.registry import State, WorkerRecord
 from services.router.execution import completion_runner, poison_check, poison_requests, request_timeline
 from services.router.execution.completion import RESTORED_TOKENS, Completion
 from services.router.execution.completion_runner import CompletionRunner
@@ -24,7 +25,9 @@ from services.router.execution.stream_mux import NOT_SENT
 from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.routing.placement import Placement, WorkerSnapshot
+from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.request_scheduler import RequestScheduler
+from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
@@ -304,9 +307,44 @@ async def test_a_stream_that_finds_no_place_any_more_broke(
         await runner.run(completion, monotonic() + 10.0)
     if sent:
         assert isinstance(caught.value, ResumeFailed)
-        assert "1 tokens had been sent" in caught.value.message
+        assert "1 tokens had been generated" in caught.value.message
     else:
         assert caught.value is refusal
+
+
+class Refusing(Unreachable):
+    """A decode worker that has no room after all, which it says after CALL_S."""
+
+    @asynccontextmanager
+    async def decode(self, *_: Any) -> AsyncIterator[Any]:
+        self.now += CALL_S
+        raise Busy("no room", reason="NO_ROOM")
+        yield
+
+    def cached(self, *_: Any) -> int:
+        return 0
+
+    def holders(self, *_: Any) -> tuple[str, ...]:
+        return ()
+
+
+async def test_who_was_refused_after_its_objective_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objective was spent on an attempt, and is long enough for the prompt: sent again, the request has all of it,
+    and is served if there is room."""
+    parts: Any = Refusing("")
+    for module in (completion_runner, request_timeline):
+        monkeypatch.setattr(module, "monotonic", parts.clock)
+    view = WorkerLiveness(_ANYTHING, 1.0)
+    room: dict[str, Any] = {"max_model_len": 1024, "block_size": 16, "max_running": 2, "blocks_total": 100}
+    view.workers = {"decode-0": WorkerRecord("decode-0", "decode", State.READY, 1, "a", "h:1", **room)}
+    scheduler = RequestScheduler(view, 60.0, RoutingConfig())
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]), ttft_slo_seconds=0.5)
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), begun=asyncio.Event())
+    runner = CompletionRunner(Settings(model="toy"), scheduler, parts, parts, parts)
+    with pytest.raises(Busy, match="its objective") as refused:
+        await runner.run(completion, parts.now + 60.0)
+    assert (refused.value.reason, refused.value.retry_after) == ("OVERLOADED", pytest.approx(CALL_S - 0.5))
 
 
 @pytest.mark.parametrize(

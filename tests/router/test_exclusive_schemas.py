@@ -147,3 +147,25 @@ def test_control_without_the_bound_it_is_compared(monkeypatch: pytest.MonkeyPatc
     check_schema(of_many(MAX_ALTERNATIVES), "schema")
     monkeypatch.setattr(exclusive_schemas, "MAX_COMPARED", 10**9)
     check_schema(of_many(128), "schema")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"type": "object", "properties": 5}, {"type": "object", "required": 5}, {"type": [{}]}],
+    ids=["properties", "required", "type"],
+)
+def test_what_a_reference_leads_to_is_checked_before_it_is_compared(odd: Any) -> None:
+    """The client's error is named by its place: compared first, it was taken for a bug of ours."""
+    alternatives = [{"$ref": "#/$defs/z"}, {"type": "object"}]
+    with pytest.raises(InvalidRequest) as caught:
+        check_schema({"type": "object", "$defs": {"a": {"oneOf": alternatives}, "z": odd}}, "schema")
+    assert caught.value.field.startswith("schema.$defs.z")
+
+
+@pytest.mark.parametrize("odd", [5, ["b"]])
+def test_definitions_of_another_kind_are_refused_before_they_are_referred_to(odd: Any) -> None:
+    """Also from the other group, which is checked before them."""
+    options = [{"$ref": "#/definitions/b"}, {"type": "string"}]
+    with pytest.raises(InvalidRequest) as caught:
+        check_schema({"type": "object", "$defs": {"a": {"oneOf": options}}, "definitions": odd}, "schema")
+    assert caught.value.field == "schema.definitions"

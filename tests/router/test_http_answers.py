@@ -10,12 +10,12 @@ import pytest
 from openai._streaming import SSEDecoder
 
 from services.router.frontend.anthropic.messages_answer import MessagesAnswer
-from services.router.frontend.http_answers import Streaming
+from services.router.frontend.http_answers import Collected, Generating, Streaming
 from services.router.frontend.json_body import SSE_BLANK
 from services.router.frontend.openai.openai_answers import Answer
 from services.router.frontend.openai.openai_errors import error_headers
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
-from tandem.errors import Busy, NoWorker, TandemError, TooLarge
+from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, TooLarge
 from tandem.v1 import generation_pb2
 
 STARTED = generation_pb2.GenerateResponse(started=generation_pb2.Started(prompt_tokens=3))
@@ -31,6 +31,9 @@ class Words:
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         return event.delta.text.encode()
 
+    async def collect(self, events: Any) -> bytes:
+        return b"".join([event.delta.text.encode() async for _, event in events])
+
     def named(self, error: TandemError) -> TandemError:
         return error
 
@@ -42,14 +45,15 @@ class Words:
 
 
 class Exchange:
-    """One streamed answer: what was sent, and events that come when they are given."""
+    """One answer, streamed or not: what was sent, and events that come when they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: bool = True) -> None:
         self.sent: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
         self._events: asyncio.Queue[generation_pb2.GenerateResponse | TandemError | None] = asyncio.Queue()
         encoder: Any = Words()
-        self.task = asyncio.create_task(self._answer(Streaming(encoder, self._read(), "7")))
+        kind: type[Generating] = Streaming if streams else Collected
+        self.task = asyncio.create_task(self._answer(kind(encoder, self._read(), "7")))
 
     def give(self, *events: generation_pb2.GenerateResponse | TandemError | None) -> None:
         for event in events:
@@ -70,7 +74,7 @@ class Exchange:
                 raise event
             yield 0, event
 
-    async def _answer(self, response: Streaming) -> None:
+    async def _answer(self, response: Generating) -> None:
         await response({}, asyncio.Event().wait, self._send)  # type: ignore[arg-type]
 
     async def _send(self, message: Any) -> None:
@@ -119,6 +123,23 @@ async def test_a_refusal_before_anything_was_written_has_its_status(
     await asyncio.wait_for(exchange.task, 30.0)
     assert exchange.sent[0]["status"] == (200 if late else 429)
     assert exchange._bodies()[-1] == (b"(error)" if late else b"refused")
+
+
+@pytest.mark.parametrize(
+    ("streams", "before", "status"),
+    [(False, [STARTED, TOKEN], 503), (True, [STARTED], 503), (True, [STARTED, TOKEN], 200)],
+    ids=["whole", "stream without text", "control"],
+)
+async def test_an_answer_of_which_nothing_was_written_may_be_asked_for_again(
+    streams: bool, before: list[generation_pb2.GenerateResponse], status: int
+) -> None:
+    """Its workers were lost after its first tokens, and its client has got none of them. The control: a stream that has
+    begun ends with its error, which nobody takes for one that may be repeated."""
+    exchange = Exchange(streams)
+    exchange.give(*before, ResumeFailed("no place became free; 1 tokens had been generated"))
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert exchange.sent[0]["status"] == status
+    assert exchange._bodies()[-1] == (b"refused" if status == 503 else b"(error)")
 
 
 def test_what_says_so_is_ignored_by_each_kind_of_client() -> None:

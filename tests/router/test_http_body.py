@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def test_bodies_of_which_nothing_comes_are_counted() -> None:
         body.__exit__(None, None, None)
     assert not bodies._bodies
     assert not bodies._held
+
+
+def test_without_keys_one_client_shuts_nobody_out() -> None:
+    """All clients are one tenant there: idle connections of one, or a burst of short bodies that wait for a thread,
+    would have the bodies of all others refused. Their bytes are bounded."""
+    bodies = Bodies(100, RATE, most_bodies=3)
+    with ExitStack() as held:
+        more = [held.enter_context(bodies.of("")) for _ in range(10)]
+        more[-1](60)
+        with pytest.raises(Busy, match="60 bytes"):
+            more[0](60)
+    assert not bodies._bodies
+    assert bodies.total() == 0
 
 
 def test_a_tenant_may_hold_a_quarter_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -635,10 +635,48 @@ async def test_an_idle_cluster_computes_what_would_be_late_now_and_then(
     assert [await placed(**late) for _ in range(3)] == [True, False, False]
     for _ in range(4):
         now[0] += PROBE_S / 2
-        assert await placed(10)
+        assert await placed(100)
         assert not await placed(**late)
     now[0] += PROBE_S
     assert await placed(**late)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "probed"),
+    [(10, {}, True), (1000, {"cached": lambda record: 996}, True), (1000, {}, False)],
+    ids=["short", "cached", "control"],
+)
+async def test_a_prompt_of_few_tokens_is_no_probe(
+    tokens: int, more: dict[str, Any], probed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker learns next to nothing from it: with one every few seconds, long prompts would be refused for good. The
+    control: one that corrects the estimate takes the turn of a probe."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+    for _ in range(4):
+        now[0] += PROBE_S / 2
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **more) as placement:
+            await scheduler.prefilled(placement)
+    if probed:
+        async with scheduler.placed(1000, 1010, 60.0, ttft_s=0.5) as placement:
+            assert placement.prefill
+    assert (await refusal(scheduler, 1000, ttft_s=0.5)).reason == "OVERLOADED"
+
+
+async def test_prompts_that_a_decode_worker_computes_in_time_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is of the prefill worker, which they tell nothing about: it was learnt in a bad moment, and nobody
+    asks that worker. When they are too many for the decode worker, one goes there and takes the turn of a probe."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    fast = replace(DECODE, prompt_rate=1000.0, step_s=0.01)
+    scheduler = RequestScheduler(seen(fast, replace(PREFILL, prompt_rate=100.0)), 60.0, RoutingConfig())
+    now[0] += PROBE_S
+    about: dict[str, Any] = {"ttft_s": 5.0}
+    async with AsyncExitStack() as stack:
+        paths = [await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0, **about)) for _ in range(5)]
+        assert [one.prefill is None for one in paths] == [True, True, True, True, False]
+        assert (await refusal(scheduler, 1000, **about)).reason == "OVERLOADED"
 
 
 async def test_a_prompt_that_waits_for_others_is_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:

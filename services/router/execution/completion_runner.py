@@ -77,7 +77,7 @@ class CompletionRunner:
                 except (Busy, NoWorker) as error:
                     if completion.timeline.ttft is None:
                         raise
-                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been sent") from error
+                    raise ResumeFailed(f"{error.message}; {request.generated} tokens had been generated") from error
             completion.finish(self._model)
         finally:
             completion.begun.set()
@@ -86,8 +86,7 @@ class CompletionRunner:
         """Waits for room and makes an attempt."""
         request, timeline = completion.request, completion.timeline
         alone = await self._poison.settle(request, deadline)
-        waiting_since = monotonic()
-        remaining = deadline - waiting_since
+        remaining = deadline - monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(f"the deadline passed after {request.generated} tokens", field="deadline")
         kv_holder = request.kv_holder if timeline.attempts == 0 and not alone else ""
@@ -102,7 +101,8 @@ class CompletionRunner:
             functools.partial(self._prefixes.holders, prompt),
             tenant=request.tenant,
             priority=request.priority,
-            ttft_s=None if request.ttft_s is None else request.ttft_s - timeline.elapsed(),
+            ttft_s=request.ttft_s,
+            spent_s=timeline.elapsed(),
             begun=bool(request.generated),
             follows=bool(kv_holder),
             begun_with=timeline.begun_with,
@@ -242,5 +242,5 @@ def _given_up(request: Request, timeline: RequestTimeline, error: TandemError) -
     """After the first token the error must not suggest that nothing was generated."""
     message = f"given up after {timeline.attempts} attempts: {error.message}"
     if request.generated:
-        return ResumeFailed(f"{message}; {request.generated} tokens had been sent")
+        return ResumeFailed(f"{message}; {request.generated} tokens had been generated")
     return type(error)(message, reason=error.reason, retry_after=1.0)

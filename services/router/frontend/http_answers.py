@@ -17,7 +17,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.errors import TandemError, Unavailable
+from tandem.errors import ResumeFailed, TandemError, Unavailable
 from tandem.grpc_errors import known_errors
 from tandem.tasks import end, forever, merged
 from tandem.v1 import generation_pb2
@@ -89,6 +89,9 @@ class Generating(Response, ABC):
         """Sends the whole answer."""
 
     async def _fail(self, error: TandemError, send: Send) -> None:
+        """Of an answer of which nothing has been written."""
+        if isinstance(error, ResumeFailed):  # so its client may ask again, as if no token had been generated
+            error = Unavailable(error.message, reason=error.reason, retry_after=1.0)
         status, body, headers = self._answer.refusal(error)
         await write(send, status, body, {**id_headers(self._request_id), **headers})
 

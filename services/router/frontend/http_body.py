@@ -24,7 +24,7 @@ MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of all bodies of a tenant in progres
 # Of all bodies of a tenant. Receiving costs the event loop 1.4 ns per byte, so one tenant's bodies take at most 5 % of
 # it; without this bound a client that posts bodies of 4 MiB took 45 %.
 BODY_BYTES_PER_S = 32 * 1024 * 1024
-TENANT_SHARE = 4  # a tenant's bodies hold at most a quarter of the connections, however little of them has come
+TENANT_SHARE = 4  # a quarter of the connections for the bodies of a tenant with keys, even if nothing of them comes
 PIECE_BYTES = 256 * 1024  # a body is kept in pieces of about this size until a thread joins them
 BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
 
@@ -33,8 +33,8 @@ Bytes = TypeVar("Bytes", bytes, bytearray)
 
 
 class Bodies:
-    """The bodies that are being received or wait to be parsed: their number, their bytes and the rate of these are
-    bounded for each tenant."""
+    """The bodies that are being received or wait to be parsed: their bytes and the rate of these are bounded for each
+    tenant, and their number for each tenant with keys."""
 
     def __init__(self, most: int, bytes_per_s: float = BODY_BYTES_PER_S, most_bodies: int | None = None) -> None:
         """`most`: bytes; `most_bodies`: without it, a share of the router's connections."""
@@ -56,7 +56,8 @@ class Bodies:
     def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
         """One body. Yields a function that counts more bytes of it, until the block ends. Both raise Busy when there
         are too many."""
-        if self._bodies[tenant] >= self._most_bodies:
+        # Without keys all clients are one tenant: idle connections of one would have the bodies of all others refused.
+        if tenant and self._bodies[tenant] >= self._most_bodies:
             raise Busy(
                 f"{self._bodies[tenant]} bodies are being received, and {self._most_bodies} is the limit",
                 reason="BODIES",

@@ -183,19 +183,23 @@ class _Schema:
         self._field = field
         self._root: Any = None
         self._exclusive = ExclusiveSchemas({})
+        self._one_ofs: list[tuple[list[Any], str]] = []  # the alternatives, and their place
 
     def check(self, root: Any) -> None:
         self._root = root
         if isinstance(root, dict):
             self._exclusive = ExclusiveSchemas(root)
+            # References lead from one group to the other, and to schemas that are checked later.
             for group in ("$defs", "definitions"):
-                defined = root.get(group, {})
-                if not isinstance(defined, dict):
+                if not isinstance(root.get(group, {}), dict):
                     raise self._refuse(group, "it is not an object", "an object of schemas")
-                for name, schema in defined.items():
+            for group in ("$defs", "definitions"):
+                for name, schema in root.get(group, {}).items():
                     self._node(schema, f"{group}.{name}", 1)
             root = {key: value for key, value in root.items() if key not in AT_ROOT}
         self._node(root, "", 0)
+        for options, path in self._one_ofs:
+            self._exclude_each_other(options, path)
 
     def _refuse(self, path: str, problem: str, bound: str) -> InvalidRequest:
         return _bad(f"{self._field}.{path}" if path else self._field, problem, bound)
@@ -234,6 +238,10 @@ class _Schema:
             raise self._refuse(path, "this number cannot be enforced", f"1 to {MAX_ALTERNATIVES} schemas")
         for index, option in enumerate(options):
             self._node(option, f"{path}[{index}]", depth + 1)
+        self._one_ofs.append((options, path))
+
+    def _exclude_each_other(self, options: list[Any], path: str) -> None:
+        """Alternatives of which all schemas that they refer to have been checked."""
         try:
             pair = self._exclusive.overlapping(options)
         except TooMuchToCompare as error:

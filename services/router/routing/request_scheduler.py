@@ -18,6 +18,7 @@ from itertools import islice
 from time import monotonic
 
 from cluster.state.registry import State
+from engine.core.step_time import WORTHWHILE
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
@@ -74,6 +75,7 @@ class RequestScheduler:
         tenant: str = "",
         priority: int = 0,
         ttft_s: float | None = None,
+        spent_s: float = 0.0,
         begun: bool = False,
         follows: bool = False,
         begun_with: Begun | None = None,
@@ -82,10 +84,10 @@ class RequestScheduler:
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
-        first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
-        request that has, is never refused because of an estimate. `begun_with`: see Begun. A suspected poison request
-        begins `alone`: on a decode worker, which computes its prompt. `unsuited` are workers that cannot serve this
-        request; they are used only if no other is ready, now or after a rest.
+        first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
+        `begun`, or `follows` another completion of its request that has, is never refused because of an estimate.
+        `begun_with`: see Begun. A suspected poison request begins `alone`: on a decode worker, which computes its
+        prompt. `unsuited` cannot serve this request; they are used only if no other is ready, now or after a rest.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
@@ -110,7 +112,7 @@ class RequestScheduler:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s)
+            useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s, spent_s)
         except (Busy, DeadlineExceeded):
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
@@ -150,7 +152,8 @@ class RequestScheduler:
     async def prefilled(self, placement: Placement) -> None:
         """The first token has arrived: the prompt is no longer part of a backlog. Safe to call twice."""
         self._workers.first_token(placement)
-        self._computes(placement)
+        if waiting := self._placed.get(id(placement)):
+            self._computes(waiting, placement)
         self._dispatch_soon()
 
     def observe_path(self, placement: Placement, latency: tuple[float, int, float] | None) -> None:
@@ -184,11 +187,11 @@ class RequestScheduler:
         self._avoided[decode.identity, prefill.identity] = now + SUSPECT_S
         self._dispatch_after(SUSPECT_S)
 
-    def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None) -> float:
+    def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None, spent_s: float) -> float:
         """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
         even an immediate start would be too late."""
         wait_s, own_s = self._expected(waiting)
-        return self._useful_wait.seconds(wait_s, own_s, remaining_s, ttft_s, monotonic())
+        return self._useful_wait.seconds(wait_s, own_s, remaining_s, ttft_s, spent_s, monotonic())
 
     def _expected(self, waiting: WaitingRequest) -> tuple[float, float]:
         """The expected seconds of waiting and of computing: by the workers' rates, or by the pace at which places came
@@ -352,10 +355,11 @@ class RequestScheduler:
         else:
             self._places.clear()
         self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
-        self._computes(placement)
+        self._computes(waiting, placement)
 
-    def _computes(self, placement: Placement) -> None:
-        if placement.prefill or not self._workers.prefills.capacity.rate:  # where `_expected` looks
+    def _computes(self, waiting: WaitingRequest, placement: Placement) -> None:
+        learns = placement.prefill or not self._workers.prefills.capacity.rate  # where `_expected` looks
+        if learns and waiting.new_tokens(placement) >= WORTHWHILE:  # fewer hardly move the rate
             self._useful_wait.computes(monotonic())
 
     def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:

@@ -2,7 +2,8 @@
 Pure: callers pass the time.
 
 An estimate that is too slow, learnt while a neighbour took the machine's cores, would refuse every long prompt and so
-never be corrected. So an idle cluster computes one such prompt now and then, as a probe.
+never be corrected. So an idle cluster computes such a prompt if none has corrected the estimates for a while. One that
+is short, or that a decode worker computes instead, corrects none: the next one is tried, too.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from __future__ import annotations
 from tandem.errors import Busy, DeadlineExceeded
 
 MIN_RETRY_S = 0.1
-PROBE_S = 5.0  # without a prompt, after which an estimate is no reason to refuse one; between two probes
+PROBE_S = 5.0  # without a prompt that corrects the estimates, after which they are no reason to refuse one
 
 
 class UsefulWait:
     def __init__(self, ttft: float | None, now: float) -> None:
         """`ttft`: the cluster's objective for the first token."""
         self._ttft = ttft
-        self._computed_at = now  # the latest prompt that could correct the estimates
+        self._computed_at = now  # the latest prompt that corrects the estimates
 
     def computes(self, now: float) -> None:
-        """A prompt has been placed, or its first token has come."""
+        """A prompt that corrects the estimates has been placed, or its first token has come."""
         self._computed_at = now
 
-    def seconds(self, wait_s: float, own_s: float, remaining_s: float, ttft_s: float | None, now: float) -> float:
+    def seconds(
+        self, wait_s: float, own_s: float, remaining_s: float, ttft_s: float | None, spent_s: float, now: float
+    ) -> float:
         """`wait_s` and `own_s`: the expected seconds of waiting and of computing; `ttft_s`: the request's own
-        objective. Raises Busy if the expected wait is too long, and DeadlineExceeded if even an immediate start would
-        be too late."""
+        objective, of which it has spent `spent_s`. Raises Busy if the expected wait is too long, and DeadlineExceeded
+        if even an immediate start would be too late."""
         probes = wait_s == 0 and now - self._computed_at >= PROBE_S
         if own_s > remaining_s and not probes:  # a retry would not help either
             raise DeadlineExceeded(
@@ -36,7 +39,7 @@ class UsefulWait:
             )
         wanted = [(remaining_s, "its deadline")]
         if ttft_s is not None:
-            wanted.append((ttft_s, "its objective"))
+            wanted.append((ttft_s - spent_s, "its objective"))
         if self._ttft is not None and wait_s > 0:  # an idle cluster serves even a long prompt
             wanted.append((self._ttft, "the objective"))
         within_s, whose = min(wanted)
@@ -44,9 +47,9 @@ class UsefulWait:
         if late_s <= 0:
             return max(0.0, within_s - own_s)
         if probes:
-            self._computed_at = now
             return within_s
-        helps = wait_s > 0 or ttft_s is None or own_s <= ttft_s  # to come again; the rate of a busy worker is a guess
+        # To come again, with the whole objective. The rate of a busy worker is a guess.
+        helps = wait_s > 0 or ttft_s is None or own_s <= ttft_s
         raise Busy(
             f"its first token would come in about {wait_s + own_s:.1f} s, after {whose} of {within_s:.1f} s",
             reason="OVERLOADED",
