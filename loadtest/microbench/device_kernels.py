@@ -363,6 +363,9 @@ def main(
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}", flush=True)
     wanted = [each for each in checks(where, list(TINY | HYBRID)) if each[0].startswith(only)]
+    if not wanted:
+        print(f"error: no check begins with {only!r}", file=sys.stderr)
+        return 1
     wrong = run(wanted) if at_once == 1 else run_at_once([name for name, _ in wanted], where, at_once)
     print(f"{wrong} wrong")
     return int(wrong > 0)

@@ -89,6 +89,14 @@ def test_without_a_gpu_no_kernel_is_checked(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.strip() == device_kernels.NO_CUDA
 
 
+def test_a_name_of_no_check_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was checked, so nothing was found right."""
+    assert main(["device-kernels", "--device", "cpu", "--only", "experts over codes"]) == 1
+    said = capsys.readouterr()
+    assert said.err.strip() == "error: no check begins with 'experts over codes'"
+    assert "wrong" not in said.out
+
+
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch captures no steps on a CPU")
 def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     """By the interpreter here: one kernel of the list, and a family."""
