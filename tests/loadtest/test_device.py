@@ -165,13 +165,14 @@ def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
 def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported."""
+    """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported; one whose bits are
+    promised, because Tandem's products serve, is wrong without them."""
     config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
     line = device_kernels.recurrence(CPU, config)
     expected = (
         "2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits in any step, with products"
     )
-    assert line == f"{expected} by torch, because the device is cpu"
+    assert line.startswith(f"{expected} by torch, because the device is cpu; off by 0.")
     wrong = recurrences.OPERATORS | {"causal_conv1d_fn": lambda *given, **more: given[0]}
     with monkeypatch.context() as patch:
         patch.setattr(recurrences, "OPERATORS", wrong)
@@ -183,7 +184,32 @@ def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.M
     monkeypatch.setattr(
         state_probe, "_in_pieces", lambda *given, beside=False: in_pieces(*given, beside=beside) * (1 + 0.1 * beside)
     )
-    assert "; not the same bits in any step, with products" in device_kernels.recurrence(CPU, clamped)
+    unlike = device_kernels.recurrence(CPU, clamped)
+    assert "; not the same bits in any step, with products" in unlike
+    assert not unlike.startswith("wrong")
+    monkeypatch.setattr(device_kernels.layers, "prepare", lambda *_: f"{device_kernels.layers.NAME}, 1 products")
+    assert device_kernels.recurrence(CPU, clamped).startswith("wrong: ")
+    mamba = {**REST, **HYBRID["jamba"], "num_hidden_layers": 2, "hidden_size": 64}
+    assert not device_kernels.recurrence(CPU, mamba).startswith("wrong")
+
+
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
+def test_what_a_recurrent_layer_computes_in_16_bits_is_compared_with_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for each type, and the rest of the check is in float32. Products that Triton fails are
+    wrong, too."""
+    config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
+    in_pieces = state_probe._in_pieces
+
+    def other(mixer: Any, given: Any, facts: Any, pieces: Any, dtype: torch.dtype, beside: bool = False) -> Any:
+        return in_pieces(mixer, given, facts, pieces, dtype, beside) * (1.2 if dtype == torch.bfloat16 else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_probe, "_in_pieces", other)
+        line = device_kernels.recurrence(CPU, config)
+        assert line.startswith("wrong: 2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits")
+        assert "off by 2" in line
+    monkeypatch.setattr(device_kernels.layers, "prepare", lambda *_: "torch, because Triton's product fails")
+    assert device_kernels.recurrence(CPU, config).startswith("wrong: ")
 
 
 @pytest.mark.parametrize("name", device_kernels.UNCLAMPED)
