@@ -22,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
+from unittest.mock import patch
 
 import torch
 import typer
@@ -35,6 +36,7 @@ from engine.core.sequence import Sequence
 from engine.decoding import sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, layers
+from engine.gpu import sampling as gpu_sampling
 from engine.gpu.attention import kernel_choice
 from engine.kernels import experts as experts_of
 from engine.kernels import modules, weight_quantization
@@ -44,10 +46,11 @@ from engine.loading.gptq_awq_fp8 import Product
 from engine.loading.model_loader import load_model
 from engine.runner import recurrences
 from engine.runner.mixers import Mixers
-from engine.runner.model_runner import KvDtype
+from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import HYBRID, TINY, make_checkpoint
 from loadtest.microbench.mixture import WHOLE
 from loadtest.microbench.recurrence import LAYERS, REST, model_of
+from tandem.sampling import Sampling
 
 Check = Callable[[], str]  # a line about what was found; "wrong: ..." if it is not right
 NO_CUDA = "error: `loadtest device-kernels` checks a GPU, and torch finds no CUDA device here"
@@ -61,7 +64,8 @@ CODES = [("int8", 4096), ("fp8", 4096), ("fp8", 128), ("int4", 32), ("int4", 128
 ORDERED = [("int8", 128), ("int4", 128)]  # likewise, of GPTQ with desc_act
 MOES = ["qwen3-moe", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]  # families that are checked in 16 bits, too
 IN_16_BITS = ("qwen3-next", "nemotron-h")  # both kinds of recurrence, with experts
-STREAMS = ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")  # families whose captured steps are compared over many tokens
+# Families whose captured steps are compared over many tokens. On CUDA those of the first are queued, too.
+STREAMS = ("llama", "qwen3-5", "falcon-h1", "lfm2", "kimi-linear")
 LATENT = [(16, 512, 64), (128, 512, 64), (40, 256, 32)]  # heads, elements of a latent, and of a rotated key
 EXPANDED = Expanded(128, 128)
 # Mamba-2 whose time steps have no limits, which transformers would apply to chunks alone.
@@ -134,6 +138,18 @@ def attention_bits(device: torch.device, fact: CallFacts, dtype: torch.dtype, ke
     chunk = attended(0, new)
     same = all(torch.equal(attended(number, 1)[0], chunk[number]) for number in range(new))
     return _line(None if same else "other bits alone than in a chunk", "each token has the same bits in both")
+
+
+def sampling(device: torch.device, rows: int = 100, vocab: int = 152_064) -> str:
+    """A large batch over a real vocabulary, in two parts that share the memory of their weights. A grammar has masked
+    most tokens of some rows, and all of one. Not run on a GPU."""
+    logits = 4.0 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    logits[::3, 90:] = -torch.inf
+    logits[-1] = -torch.inf
+    logits, how = logits.to(device), [gpu_sampling.TRIED[row % len(gpu_sampling.TRIED)] for row in range(rows)]
+    found = gpu_sampling.sample(logits, how, [sampler.uniform(each.seed, row) for row, each in enumerate(how)])
+    wrong = not torch.equal(found, sampler.draw(logits, how, range(rows), compiled=False))
+    return _line("other tokens" if wrong else None, "the tokens of plain PyTorch")
 
 
 def grammars(device: torch.device) -> str:
@@ -251,7 +267,8 @@ def family(device: torch.device, name: str, dtype: torch.dtype, kv_dtype: KvDtyp
 
 
 def streams(device: torch.device, name: str) -> str:
-    """Tokens of sequences that come and go and are preempted, with captured steps and without."""
+    """Tokens of sequences that come and go and are preempted, half of them sampled: with captured steps and compiled
+    sampling, and without both."""
     with tempfile.TemporaryDirectory() as folder:
         own = make_checkpoint(Path(folder) / name, f"tiny-{name}", dtype="float32")
         model = load_model(str(own), dtype=torch.float32, device=device, progress=lambda _: None)
@@ -259,22 +276,28 @@ def streams(device: torch.device, name: str) -> str:
         num_blocks=12 + model.layout(16).state_blocks, block_size=16, token_budget=64, max_running=4, spare_block=True
     )
     lines, tokens = [], []
-    for capture in (True, False):
+    for both in (True, False):
         engine = Engine(model, config)
-        lines.append(engine.capture() if capture else "")
+        lines.append(engine.capture() if both else "")
         added = [
-            Sequence(f"{n}", [(7 * n + place) % model.vocab_size for place in range(length)], length, length + 48)
+            Sequence(
+                f"{n}",
+                [(7 * n + place) % model.vocab_size for place in range(length)],
+                *(length, length + 48),
+                sampling=Sampling(temperature=float(n % 2), top_p=0.9, seed=n),
+            )
             for n, length in enumerate((5, 70, 21, 33, 9, 48))
         ]
         for sequence in added:
             engine.add(sequence)
-        while engine.scheduler.has_work:
-            engine.step()
+        with patch.object(ModelRunner, "draws_compiled", ModelRunner.draws_compiled if both else False):
+            while engine.scheduler.has_work:
+                engine.step()
         tokens.append([sequence.tokens for sequence in added])
     if not lines[0].startswith("captured"):
         return f"wrong: {lines[0]}"
     same = f"the same tokens with and without, {engine.scheduler.preemptions} preemptions"
-    return _line(None if tokens[0] == tokens[1] else "other tokens by captured steps", same)
+    return _line(None if tokens[0] == tokens[1] else "other tokens by captured steps and compiled sampling", same)
 
 
 def recurrence(device: torch.device, config: dict[str, Any]) -> str:
@@ -331,6 +354,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
             what = f"experts {name} over {format}{f' in groups of {group}' if group else ''}"
             yield what, partial(experts, device, config, torch.bfloat16, format, group)
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
+    yield "sampling of 100 rows of 152,064 tokens", partial(sampling, device)
     yield "grammars", partial(grammars, device)
     for fact in calls():
         for kept, pages in PAGES.items():

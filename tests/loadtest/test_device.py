@@ -11,6 +11,8 @@ import torch
 
 from engine import kernels
 from engine.attention.forward_context import Batch
+from engine.decoding import sampler
+from engine.gpu import sampling as gpu_sampling
 from engine.gpu import trial
 from engine.loading import state_probe
 from engine.runner import recurrences
@@ -115,10 +117,10 @@ def test_a_family_whose_steps_are_not_captured_is_wrong(monkeypatch: pytest.Monk
     assert device_kernels.family(CPU, "llama", torch.float32) == "wrong: decode steps not captured: it waits"
 
 
-def test_captured_steps_of_latents_with_recurrent_layers_are_compared() -> None:
-    """Kimi-Linear has both, and on an H200 its steps were not captured yet."""
-    names = [name for name, _ in device_kernels.checks(CPU, list(HYBRID))]
-    assert {f"streams {name}" for name in ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
+def test_captured_steps_are_compared_of_families_of_each_kind() -> None:
+    """Llama's are queued, too; Kimi-Linear has latents and states, and on an H200 its steps were not captured yet."""
+    names = [name for name, _ in device_kernels.checks(CPU, ["llama", *HYBRID])]
+    assert {f"streams {name}" for name in ("llama", "qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
 
 
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +208,7 @@ def test_what_a_recurrent_layer_computes_in_16_bits_is_compared_with_float32(mon
     with monkeypatch.context() as patch:
         patch.setattr(state_probe, "_in_pieces", other)
         line = device_kernels.recurrence(CPU, config)
-        assert line.startswith("wrong: 2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits")
+        assert line.startswith("wrong: 2 recurrent layers with 2 states, 2 of them by compiled operators; the same")
         assert "off by 2" in line
     monkeypatch.setattr(device_kernels.layers, "prepare", lambda *_: "torch, because Triton's product fails")
     assert device_kernels.recurrence(CPU, config).startswith("wrong: ")
@@ -223,9 +225,16 @@ def test_a_layer_of_mamba_2_without_limits_is_checked(name: str) -> None:
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
 def test_captured_steps_are_compared_over_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sequences that wait, come, are preempted and go. Control: states that are never kept."""
-    assert device_kernels.streams(CPU, "lfm2").startswith("the same tokens with and without, ")
-    assert " 0 preemptions" not in device_kernels.streams(CPU, "lfm2")
+    """With sequences that wait, come, are preempted and go, half of them sampled. Controls: sampling that chooses other
+    tokens, and states that are never kept."""
+    for name in ("llama", "lfm2"):
+        line = device_kernels.streams(CPU, name)
+        assert line.startswith("the same tokens with and without, ")
+        assert " 0 preemptions" not in line
+    draw = sampler.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "draw", lambda *given, compiled: (draw(*given, compiled=compiled) + compiled) % 64)
+        assert device_kernels.streams(CPU, "llama") == "wrong: other tokens by captured steps and compiled sampling"
     logits = Decode.logits
 
     def unlike(self: Decode, batch: Batch) -> torch.Tensor | None:
@@ -234,7 +243,20 @@ def test_captured_steps_are_compared_over_many_tokens(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(Decode, "logits", unlike)
-    assert device_kernels.streams(CPU, "lfm2") == "wrong: other tokens by captured steps"
+    assert device_kernels.streams(CPU, "lfm2") == "wrong: other tokens by captured steps and compiled sampling"
+
+
+def test_sampling_of_a_large_batch_is_compared_with_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two parts, with rows of a grammar, and one without a token. Control: a second part that chooses others."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    monkeypatch.setattr(gpu_sampling, "TILE", 64)  # the interpreter takes a millisecond for each
+    monkeypatch.setattr(gpu_sampling, "TRIED", gpu_sampling.TRIED[:9])
+    monkeypatch.setattr(gpu_sampling, "WORKSPACE", gpu_sampling.TOGETHER * 100)
+    assert device_kernels.sampling(CPU, 20, 100) == "the tokens of plain PyTorch"
+    sample = gpu_sampling.sample
+    second = torch.arange(20) >= gpu_sampling.TOGETHER
+    monkeypatch.setattr(gpu_sampling, "sample", lambda *given: sample(*given) + second)
+    assert device_kernels.sampling(CPU, 20, 100) == "wrong: other tokens"
 
 
 def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +275,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 6
-    assert len(names) == len(set(names)) == 11 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
+    assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(
