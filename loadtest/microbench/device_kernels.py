@@ -218,14 +218,22 @@ def random_stack(
     return stack
 
 
-def codes(device: torch.device, format: str, group: int) -> str:
-    """Packing reads each weight back, and tries the product. Raises CheckpointRefused."""
+def codes(
+    device: torch.device, format: str, group: int, zeros: bool = False, sizes: tuple[int, int] = (512, 4096)
+) -> str:
+    """Packing reads each weight back, and tries the product. `zeros`: of int4, as AWQ has them. Raises
+    CheckpointRefused."""
     from engine.gpu import codes  # torch for CUDA brings Triton, the one for CPU does not
 
-    generator = torch.Generator().manual_seed(0)
-    units = torch.randn(512, 4096, generator=generator) * {"int8": 40.0, "fp8": 100.0, "int4": 3.0}[format]
-    scales = torch.rand(512, 4096 // group, generator=generator) + 0.1
-    codes.packed(weight_quantization.codes_of(units, format), scales, group, format, device)
+    (n, k), generator = sizes, torch.Generator().manual_seed(0)
+    scales = torch.rand(n, k // group, generator=generator) + 0.1
+    if zeros:
+        integers = torch.randint(0, 16, (n, k), generator=generator).to(torch.int16)
+        own = torch.randint(0, 17, scales.shape, generator=generator)  # GPTQ's are one more than they are stored
+        codes.packed(integers, scales, group, format, device, own)
+    else:
+        units = torch.randn(n, k, generator=generator) * {"int8": 40.0, "fp8": 100.0, "int4": 3.0}[format]
+        codes.packed(weight_quantization.codes_of(units, format), scales, group, format, device)
     return "equal within roundings, and a row to itself"
 
 
@@ -342,6 +350,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
             yield f"product {n} x {k}, {dtype}", partial(product, device, n, k, dtype)
     for format, group in CODES:
         yield f"product over {format} in groups of {group}", partial(codes, device, format, group)
+    yield "product over int4 in groups of 128, with zeros", partial(codes, device, "int4", 128, zeros=True)
     for format, group in ORDERED:
         yield (
             f"product over {format} in groups of {group}, columns in another order",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,21 @@ def test_codes_whose_columns_are_in_another_order_are_checked(format: str, monke
     assert device_kernels.ordered(CPU, format, 32, (40, 128)) == "wrong: other products"
 
 
+def test_codes_with_zeros_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AWQ and GPTQ without symmetry have them. Control: a product that takes 8 for every zero."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu import codes
+
+    assert "product over int4 in groups of 128, with zeros" in dict(device_kernels.checks(CPU, []))
+    monkeypatch.setattr(codes, "_proven", set())
+    assert device_kernels.codes(CPU, "int4", 32, zeros=True, sizes=(40, 128)).startswith("equal within roundings")
+    codes._proven.clear()
+    multiply = codes.RowCodes.multiply
+    monkeypatch.setattr(codes.RowCodes, "multiply", lambda own, x, bias: multiply(replace(own, zeros=None), x, bias))
+    check = partial(device_kernels.codes, CPU, "int4", 32, zeros=True, sizes=(40, 128))
+    assert device_kernels.found(check).startswith("wrong: CheckpointRefused: a weight of 40 x 128 packed as int4")
+
+
 def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a token, for a few and for a prompt."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
@@ -275,7 +291,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 6
-    assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
+    assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 7 + 2 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(
