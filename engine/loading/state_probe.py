@@ -275,6 +275,24 @@ def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts, dtype: to
     return all(torch.equal(ways[0], way) for way in ways[1:])
 
 
+def error_in_own_type(model: PreTrainedModel, mixers: Mixers) -> float:
+    """The largest error of a token's output from a mixer that is served in pieces, relative to that output by the
+    mixer's own forward in float32. `learn` compares numbers in float32 alone, and a kernel is compiled for each type.
+    Without limits of time steps, as in `_same_bits`."""
+    calls, dtype = _arguments(model, mixers, sum(PIECES)), next(model.parameters()).dtype
+    errors = []
+    for mixer in mixers.each:
+        given = {name: value for name, value in calls[mixer.name].items() if name != mixer.argument}
+        wide = {name: as_float(value) for name, value in given.items()}
+        with one_formula(mixer.module):
+            alone = copy.deepcopy(mixer.module).float()
+            with torch.inference_mode():
+                whole = _flat(type(alone).forward(alone, **wide, **{mixer.argument: None}))
+            found = _in_pieces(mixer, given, mixers.facts_of(mixer), PIECES, dtype)
+        errors.append(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
+    return float(torch.stack(errors).max())
+
+
 def _in_pieces(
     mixer: Mixer,
     given: dict[str, Any],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from engine import kernels
 from engine.attention.forward_context import Batch
+from engine.decoding import sampler
+from engine.gpu import sampling as gpu_sampling
 from engine.gpu import trial
 from engine.loading import state_probe
 from engine.runner import recurrences
@@ -89,6 +92,14 @@ def test_without_a_gpu_no_kernel_is_checked(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.strip() == device_kernels.NO_CUDA
 
 
+def test_a_name_of_no_check_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was checked, so nothing was found right."""
+    assert main(["device-kernels", "--device", "cpu", "--only", "experts over codes"]) == 1
+    said = capsys.readouterr()
+    assert said.err.strip() == "error: no check begins with 'experts over codes'"
+    assert "wrong" not in said.out
+
+
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch captures no steps on a CPU")
 def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     """By the interpreter here: one kernel of the list, and a family."""
@@ -107,10 +118,10 @@ def test_a_family_whose_steps_are_not_captured_is_wrong(monkeypatch: pytest.Monk
     assert device_kernels.family(CPU, "llama", torch.float32) == "wrong: decode steps not captured: it waits"
 
 
-def test_captured_steps_of_latents_with_recurrent_layers_are_compared() -> None:
-    """Kimi-Linear has both, and on an H200 its steps were not captured yet."""
-    names = [name for name, _ in device_kernels.checks(CPU, list(HYBRID))]
-    assert {f"streams {name}" for name in ("qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
+def test_captured_steps_are_compared_of_families_of_each_kind() -> None:
+    """Llama's are queued, too; Kimi-Linear has latents and states, and on an H200 its steps were not captured yet."""
+    names = [name for name, _ in device_kernels.checks(CPU, ["llama", *HYBRID])]
+    assert {f"streams {name}" for name in ("llama", "qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
 
 
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +152,21 @@ def test_codes_whose_columns_are_in_another_order_are_checked(format: str, monke
     assert device_kernels.ordered(CPU, format, 32, (40, 128)) == "wrong: other products"
 
 
+def test_codes_with_zeros_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AWQ and GPTQ without symmetry have them. Control: a product that takes 8 for every zero."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    from engine.gpu import codes
+
+    assert "product over int4 in groups of 128, with zeros" in dict(device_kernels.checks(CPU, []))
+    monkeypatch.setattr(codes, "_proven", set())
+    assert device_kernels.codes(CPU, "int4", 32, zeros=True, sizes=(40, 128)).startswith("equal within roundings")
+    codes._proven.clear()
+    multiply = codes.RowCodes.multiply
+    monkeypatch.setattr(codes.RowCodes, "multiply", lambda own, x, bias: multiply(replace(own, zeros=None), x, bias))
+    check = partial(device_kernels.codes, CPU, "int4", 32, zeros=True, sizes=(40, 128))
+    assert device_kernels.found(check).startswith("wrong: CheckpointRefused: a weight of 40 x 128 packed as int4")
+
+
 def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a token, for a few and for a prompt."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
@@ -157,13 +183,14 @@ def test_experts_are_timed_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
 def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported."""
+    """Layer by layer. One that keeps transformers' code, because an operator is wrong, is reported; one whose bits are
+    promised, because Tandem's products serve, is wrong without them."""
     config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
     line = device_kernels.recurrence(CPU, config)
     expected = (
         "2 recurrent layers with 2 states, 2 of them by compiled operators; the same bits in any step, with products"
     )
-    assert line == f"{expected} by torch, because the device is cpu"
+    assert line.startswith(f"{expected} by torch, because the device is cpu; off by 0.")
     wrong = recurrences.OPERATORS | {"causal_conv1d_fn": lambda *given, **more: given[0]}
     with monkeypatch.context() as patch:
         patch.setattr(recurrences, "OPERATORS", wrong)
@@ -175,7 +202,32 @@ def test_recurrent_layers_are_checked_against_transformers(monkeypatch: pytest.M
     monkeypatch.setattr(
         state_probe, "_in_pieces", lambda *given, beside=False: in_pieces(*given, beside=beside) * (1 + 0.1 * beside)
     )
-    assert "; not the same bits in any step, with products" in device_kernels.recurrence(CPU, clamped)
+    unlike = device_kernels.recurrence(CPU, clamped)
+    assert "; not the same bits in any step, with products" in unlike
+    assert not unlike.startswith("wrong")
+    monkeypatch.setattr(device_kernels.layers, "prepare", lambda *_: f"{device_kernels.layers.NAME}, 1 products")
+    assert device_kernels.recurrence(CPU, clamped).startswith("wrong: ")
+    mamba = {**REST, **HYBRID["jamba"], "num_hidden_layers": 2, "hidden_size": 64}
+    assert not device_kernels.recurrence(CPU, mamba).startswith("wrong")
+
+
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
+def test_what_a_recurrent_layer_computes_in_16_bits_is_compared_with_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for each type, and the rest of the check is in float32. Products that Triton fails are
+    wrong, too."""
+    config = {**REST, **HYBRID["lfm2"], "num_hidden_layers": 4, "hidden_size": 64}
+    in_pieces = state_probe._in_pieces
+
+    def other(mixer: Any, given: Any, facts: Any, pieces: Any, dtype: torch.dtype, beside: bool = False) -> Any:
+        return in_pieces(mixer, given, facts, pieces, dtype, beside) * (1.2 if dtype == torch.bfloat16 else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_probe, "_in_pieces", other)
+        line = device_kernels.recurrence(CPU, config)
+        assert line.startswith("wrong: 2 recurrent layers with 2 states, 2 of them by compiled operators; the same")
+        assert "off by 2" in line
+    monkeypatch.setattr(device_kernels.layers, "prepare", lambda *_: "torch, because Triton's product fails")
+    assert device_kernels.recurrence(CPU, config).startswith("wrong: ")
 
 
 @pytest.mark.parametrize("name", device_kernels.UNCLAMPED)
@@ -189,9 +241,16 @@ def test_a_layer_of_mamba_2_without_limits_is_checked(name: str) -> None:
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no operators")
 def test_captured_steps_are_compared_over_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sequences that wait, come, are preempted and go. Control: states that are never kept."""
-    assert device_kernels.streams(CPU, "lfm2").startswith("the same tokens with and without, ")
-    assert " 0 preemptions" not in device_kernels.streams(CPU, "lfm2")
+    """With sequences that wait, come, are preempted and go, half of them sampled. Controls: sampling that chooses other
+    tokens, and states that are never kept."""
+    for name in ("llama", "lfm2"):
+        line = device_kernels.streams(CPU, name)
+        assert line.startswith("the same tokens with and without, ")
+        assert " 0 preemptions" not in line
+    draw = sampler.draw
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "draw", lambda *given, compiled: (draw(*given, compiled=compiled) + compiled) % 64)
+        assert device_kernels.streams(CPU, "llama") == "wrong: other tokens by captured steps and compiled sampling"
     logits = Decode.logits
 
     def unlike(self: Decode, batch: Batch) -> torch.Tensor | None:
@@ -200,7 +259,20 @@ def test_captured_steps_are_compared_over_many_tokens(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(Decode, "logits", unlike)
-    assert device_kernels.streams(CPU, "lfm2") == "wrong: other tokens by captured steps"
+    assert device_kernels.streams(CPU, "lfm2") == "wrong: other tokens by captured steps and compiled sampling"
+
+
+def test_sampling_of_a_large_batch_is_compared_with_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two parts, with rows of a grammar, and one without a token. Control: a second part that chooses others."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    monkeypatch.setattr(gpu_sampling, "TILE", 64)  # the interpreter takes a millisecond for each
+    monkeypatch.setattr(gpu_sampling, "TRIED", gpu_sampling.TRIED[:9])
+    monkeypatch.setattr(gpu_sampling, "WORKSPACE", gpu_sampling.TOGETHER * 100)
+    assert device_kernels.sampling(CPU, 20, 100) == "the tokens of plain PyTorch"
+    sample = gpu_sampling.sample
+    second = torch.arange(20) >= gpu_sampling.TOGETHER
+    monkeypatch.setattr(gpu_sampling, "sample", lambda *given: sample(*given) + second)
+    assert device_kernels.sampling(CPU, 20, 100) == "wrong: other tokens"
 
 
 def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +291,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 6
-    assert len(names) == len(set(names)) == 11 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 6 + 2 + 2 * (2 + 6)
+    assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 7 + 2 + 2 * (2 + 6)
 
 
 @pytest.mark.parametrize(
