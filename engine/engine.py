@@ -131,7 +131,7 @@ class Engine:
         finish = None
         if first_token is not None:
             sequence.num_computed = len(sequence.tokens)
-            self._publish(sequence, 0)
+            self._publish(sequence, sequence.cached)  # blocks that it reused are published, or were distrusted since
             finish = sequence.append(first_token)
         if finish is not None:
             self.drop(sequence.id)

@@ -92,3 +92,23 @@ def test_control_ill_blocks_that_are_kept_are_found(model: ModelRunner, monkeypa
     monkeypatch.setattr(BlockPool, "distrust", lambda pool, owner: None)
     with pytest.raises(AssertionError):
         check_one_that_falls_ill(model, Sampling(), 1)
+
+
+def test_distrusted_blocks_are_not_published_by_a_sequence_that_joins_later(model: ModelRunner) -> None:
+    """It reserved them while they were in the prefix cache, and its own KV arrives after they were distrusted."""
+    engine = build(model)
+    ill = sequence("ill", 0, Sampling())
+    engine.add(ill)
+    engine.step()
+    hashes = ill.hashes(SIZE)[:FULL]
+    late = sequence("late", 0, Sampling())
+    engine.reserve(late, NEW)
+    assert late.cached == FULL * SIZE
+    block = engine.pool.table("ill")[1]
+    for of_call in (engine.pages.k[0], engine.pages.v[0]):
+        of_call[block] = math.nan
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.pool.match(hashes) == 0
+    engine.join(late, 9)
+    assert engine.pool.match(hashes) == 0
