@@ -138,12 +138,14 @@ def operators(call: Call) -> Call:
 
 
 def cuda_graphs() -> Capture:
-    """Makes CUDA graphs that share their memory, so they may only run one after the other. A graph's output is its own
-    and is overwritten by its next replay."""
+    """Makes CUDA graphs that share their memory, so they may only run one after the other. A graph's output may lie
+    where one that was captured earlier computes: the next replay of any of them overwrites it. (Graphs of one stream
+    have not run on a device; those of a stream each did, without sharing.)"""
     pool = torch.cuda.graph_pool_handle()
+    # One, because torch reuses memory only on the stream for which it was allocated, in a pool of graphs as well.
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(call: Call) -> Call:
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):  # which torch.cuda.graph leaves to later steps where a capture fails

@@ -245,10 +245,18 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
     spare = per * max(plan.batches)
     pages = model.allocate(spare + 1, plan.block_size)
     captured: captured_steps.Decode | None = None
-    start = perf_counter()
+    start, held = perf_counter(), list[int]()
     try:
-        captured = captured_steps.Decode(model, pages, spare=spare, max_running=max(plan.batches), capture=None)
-        say(f"decode steps captured for {captured.sizes} sequences in {perf_counter() - start:.1f} s")
+        how = captured_steps.capture_for(model)
+
+        def counted(call: captured_steps.Call) -> captured_steps.Call:
+            replay = how(call)
+            held.append(_in_graphs(model.device))
+            return replay
+
+        captured = captured_steps.Decode(model, pages, spare=spare, max_running=max(plan.batches), capture=counted)
+        took = f"in {perf_counter() - start:.1f} s; they hold {held[-1] >> 20} MiB, the largest alone {held[0] >> 20}"
+        say(f"decode steps captured for {captured.sizes} sequences {took}")
     except captured_steps.Uncapturable as error:
         say(f"decode steps not captured: {error}")
     _noise(pages, len(model.facts))
@@ -270,6 +278,13 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
             say(_row(f"decode {count} x {plan.context}, {name}", _seconds(work, plan, model.device), floor))
         if plan.kernels:
             _kernels(work, plan, say)  # of the captured step, or of the plain one if none is
+
+
+def _in_graphs(device: torch.device) -> int:
+    """Bytes that captured graphs keep for their tensors, on CUDA: all private pools of torch's. Not run on a GPU."""
+    if device.type != "cuda":
+        return 0
+    return sum(each["total_size"] for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0))
 
 
 def _engine(model: ModelRunner, plan: Plan, say: Say) -> None:

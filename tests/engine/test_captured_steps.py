@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have never run; everything around them runs here."""
+"""Decode steps of fixed shapes, captured on CPU. CUDA graphs run on a device alone; what is around them runs here."""
 
 from __future__ import annotations
 
@@ -303,6 +303,23 @@ def test_after_a_capture_that_fails_steps_run_where_they_did(streams: Streams) -
         capture(waits)
     assert None not in calls
     assert streams.current is None
+
+
+def test_graphs_are_captured_on_one_stream(streams: Streams) -> None:
+    """torch reuses memory only on the stream for which it was allocated, in a pool of graphs as well. With a stream of
+    its own, each graph would keep the memory of all its tensors."""
+    seen: list[object] = []
+
+    def call() -> torch.Tensor:
+        seen.append(streams.current)
+        return torch.zeros(1)
+
+    capture = captured_steps.cuda_graphs()
+    for _ in range(2):
+        capture(call)
+    assert len(seen) == 2 * (captured_steps.WARM_UP + 1)
+    assert None not in seen
+    assert len(set(map(id, seen))) == 1
 
 
 def test_random_quantised_kv_is_made_on_the_device_of_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from engine.runner import recurrences
 from engine.runner.captured_steps import Decode
 from loadtest.commands import main
 from loadtest.harness.random_checkpoints import HYBRID, make_module
-from loadtest.microbench import device_kernels
+from loadtest.microbench import device, device_kernels
 from loadtest.microbench.device import NO_CUDA, TINY, Floors, mixtures
 from loadtest.microbench.recurrence import REST, model_of
 from loadtest.scenarios import device_handoff
@@ -57,6 +57,14 @@ def test_all_of_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     wanted += ["prefill 64", "block of", "measured in"]
     assert [one for one in wanted if not any(line.startswith(one) for line in lines)] == []
     assert sum("of the floor of" in line for line in lines) == 7
+
+
+def test_captured_steps_hold_the_memory_of_private_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what torch keeps for the other steps."""
+    segments = [{"total_size": 5, "segment_pool_id": (0, 0)}, *({"total_size": 7, "segment_pool_id": (0, 1)},) * 2]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert device._in_graphs(torch.device("cuda", 0)) == 14
+    assert device._in_graphs(CPU) == 0
 
 
 @pytest.mark.parametrize(
