@@ -369,7 +369,7 @@ def compiled(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
+        command = [str(tool), "--dump-resource-usage", "--dump-sass", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", code)
     if found is None:
