@@ -19,8 +19,8 @@ from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
 from engine.builder import build_engine, device_name
 from engine.core.step_time import PROMPTS_S
-from engine.engine import Engine
 from engine.engine_thread import EngineThread
+from engine.kv.kv_cache import KvCache
 from kvtransfer.factory import make_transport
 from kvtransfer.transport import Transport
 from kvtransfer.types import Region
@@ -62,7 +62,8 @@ class Worker:
         self.can_switch_role = self.engine.config.generates  # to the other pool
         self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
-        self.transport = self.transport_over(region_of(self.engine), self.incarnation, self.layout_hash)
+        region = region_of(self.engine.pages, self.engine.spare)
+        self.transport = self.transport_over(region, self.incarnation, self.layout_hash)
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())
         self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.later)
@@ -387,14 +388,13 @@ def alone_s(role: str, settings: Settings) -> float:
     return PROMPTS_S
 
 
-def region_of(engine: Engine) -> Region:
-    pages = engine.pages
+def region_of(pages: KvCache, spare: int | None = None) -> Region:
     return Region(
         address=pages.base_address,
         num_blocks=pages.num_blocks,
         block_bytes=pages.block_bytes,
         device=pages.device_id,
         memory="dram" if pages.buffer.device.type == "cpu" else "vram",
-        spare_block=engine.spare,
+        spare_block=spare,
         keepalive=pages.buffer,
     )

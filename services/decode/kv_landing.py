@@ -25,8 +25,8 @@ from engine.kv.kv_converter import KvConverter
 from engine.runner.block_reader import block_reader
 from kvtransfer.sender import PART_BYTES
 from kvtransfer.transport import Pair
-from kvtransfer.types import Peer, ReadStats, Region, digests
-from services.worker import Worker
+from kvtransfer.types import Peer, ReadStats, digests
+from services.worker import Worker, region_of
 from tandem.errors import IncompatibleLayout, InternalError, TandemError, TransferFailed
 
 log = structlog.get_logger(__name__)
@@ -48,9 +48,9 @@ class KvLanding:
         count = 2 * max(1, min(STAGED_BYTES // 2 // layout.block_bytes, longest))
         self._converter = KvConverter(layout, count, worker.engine.pages)
         staging = self._converter.staging
-        region = Region(staging.base_address, count, layout.block_bytes, keepalive=staging.buffer)
         # A separate agent from that of the worker's pages.
-        self.transport = worker.transport_over(region, f"{worker.incarnation}-{layout.hash()[:8]}", layout.hash())
+        incarnation = f"{worker.incarnation}-{layout.hash()[:8]}"
+        self.transport = worker.transport_over(region_of(staging), incarnation, layout.hash())
         self.transport.on_broken = partial(worker.transport_broke, self.transport)
         self.digest_blocks = digests(block_reader(staging))
         self.count = count

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ from loadtest.microbench.device import NO_CUDA, TINY, Floors, mixtures
 from loadtest.microbench.recurrence import REST, model_of
 from loadtest.scenarios import device_handoff
 
-CPU = torch.device("cpu")
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[2]
 MIXTURE = {
     **{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_experts": 4},
     **{"num_experts_per_tok": 2},
@@ -300,6 +302,21 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 6
     assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 7 + 2 + 2 * (2 + 6)
+
+
+def test_the_documents_name_checks_that_there_are() -> None:
+    """A loan of a GPU is short: what is to be run is known by its name, and how many checks that is."""
+    names = [name for name, _ in device_kernels.checks(CPU, ["llama", *HYBRID])]
+    texts = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("design.md", "lab-notes/gpu.md")}
+    for text in texts.values():
+        named = re.findall(r'--only\s+"([^"]+)"', text)
+        assert named
+        assert [each for each in named if not any(name.startswith(" ".join(each.split())) for name in names)] == []
+    counted = re.findall(r'--only "([^"]+)"` \| (\d+) \|', texts["lab-notes/gpu.md"])
+    assert len(counted) > 5
+    assert {only: sum(name.startswith(only) for name in names) for only, _ in counted} == {
+        only: int(count) for only, count in counted
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@ numbers are in test_kv_converter.py."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from kvtransfer.types import Region
 from services.decode import kv_landing
 from services.decode.kv_landing import KvLanding, KvLandings, Landed
 from tandem.errors import IncompatibleLayout, InternalError
@@ -31,6 +33,31 @@ def test_a_place_is_given_back_after_the_device_has_converted_it(monkeypatch: py
     landed = Landed(landing, [0], range(16), {0: 3})
     landed.digest_blocks([(0, b"context")])
     assert told == ["queued", "cuda done", "given"]
+
+
+@pytest.mark.parametrize(("device", "memory"), [("cpu", ("dram", 0)), ("cuda:1", ("vram", 1))])
+async def test_the_staging_is_told_to_the_transport_where_it_is(
+    device: str, memory: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU whose digests the host computes converts, too; its addresses are none of host memory."""
+    told: list[Region] = []
+    buffer = SimpleNamespace(device=torch.device(device))
+    staging = SimpleNamespace(
+        base_address=4096, num_blocks=2, block_bytes=64, device_id=buffer.device.index or 0, buffer=buffer
+    )
+    monkeypatch.setattr(kv_landing, "KvConverter", lambda *_: SimpleNamespace(staging=staging))
+    monkeypatch.setattr(kv_landing, "block_reader", lambda _: None)
+    monkeypatch.setattr(kv_landing, "keeps_bits", lambda *_: True)
+    layout: Any = SimpleNamespace(block_bytes=64, block_size=16, hash=lambda: "another")
+    worker: Any = SimpleNamespace(
+        layout=None,
+        incarnation="1",
+        engine=SimpleNamespace(model=SimpleNamespace(max_model_len=16), pages=None),
+        transport=SimpleNamespace(on_broken=None),
+        transport_over=lambda region, *_: (told.append(region), SimpleNamespace())[1],
+    )
+    KvLanding(worker, layout, ["blocks"], asyncio.get_running_loop())
+    assert [(region.memory, region.device) for region in told] == [memory]
 
 
 class Stands:
