@@ -53,7 +53,7 @@ async def test_the_staging_is_told_to_the_transport_where_it_is(
         layout=None,
         incarnation="1",
         engine=SimpleNamespace(model=SimpleNamespace(max_model_len=16), pages=None),
-        transport=SimpleNamespace(on_broken=None),
+        transport_broke=lambda _: None,
         transport_over=lambda region, *_: (told.append(region), SimpleNamespace())[1],
     )
     KvLanding(worker, layout, ["blocks"], asyncio.get_running_loop())
