@@ -45,11 +45,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker = self._worker
         with worker.tracing.serve("prefill", context.invocation_metadata) as span:
             self._check(request)
+            began = monotonic()
             sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
             grammar = await worker.loop.compiled(sampling, request.tenant)
             async with worker.adapters.held(request.adapter.name, request.adapter.fingerprint) as adapter:
+                prepare_seconds = monotonic() - began
                 async with aclosing(self._offer(request, sampling, grammar, adapter, span)) as events:
                     async for event in events:
+                        if event.HasField("first_token"):
+                            event.first_token.timing.prepare_seconds = prepare_seconds
                         yield event
 
     async def _offer(

@@ -281,6 +281,28 @@ async def test_a_worker_whose_slots_are_in_use_serves_requests_that_need_none(
         assert (await waiting).receipt.attempts == 1
 
 
+async def test_the_load_of_an_adapter_is_no_part_of_a_path(
+    inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the decode worker nor on the prefill worker: as the first latency of a remote path, it kept all other
+    prompts on decode workers until it was forgotten. What is left is the way there and back."""
+    load, load_s, learnt = AdapterSlots._load, 0.5, list[tuple[float, int, float]]()
+
+    async def slow(self: AdapterSlots, slot: Any) -> None:
+        await asyncio.sleep(load_s)
+        await load(self, slot)
+
+    monkeypatch.setattr(AdapterSlots, "_load", slow)
+    async with inside(adapters=given) as cluster:
+        (scheduler,) = [model.pools.scheduler for model in cluster.router.models]
+        scheduler.observe_path = lambda placement, latency: learnt.append(latency)
+        done = await cluster.client.generate(oracle.prompts(tiny, [20])[0], adapter="red", max_tokens=4)
+        assert done.receipt.path == "disaggregated"
+        ((path_s, _, _),) = learnt
+        assert done.receipt.phases["reserve"] >= load_s
+        assert done.receipt.phases["dispatch"] + done.receipt.phases["handoff"] - path_s >= load_s - 0.01
+
+
 async def test_the_adapter_used_least_recently_goes(inside: Any, given: dict[str, str]) -> None:
     """With three adapters in two slots, one that was used recently is still there, and the least recently used one was
     removed."""

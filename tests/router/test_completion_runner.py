@@ -206,7 +206,7 @@ class Saying(Unreachable):
     def __init__(self, *streams: list[decode_pb2.DecodeResponse]) -> None:
         super().__init__("")
         self._streams = streams
-        self.suspected = self.observed = 0
+        self.suspected = 0
 
     @asynccontextmanager
     async def decode(self, *_: Any) -> AsyncIterator[Any]:
@@ -228,10 +228,7 @@ class Saying(Unreachable):
 
     def kept(self, *_: Any) -> None: ...
 
-    def observe_path(self, *_: Any) -> None:
-        self.observed += 1
-
-    generated = sent = finished = kept
+    observe_path = generated = sent = finished = kept
 
 
 @pytest.mark.parametrize(
@@ -261,21 +258,6 @@ async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: lis
     delta, finished = await output.take(), await output.take()
     assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
     assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)
-
-
-@pytest.mark.parametrize("grammar", [True, False])
-async def test_a_request_with_a_grammar_tells_nothing_about_its_path(grammar: bool) -> None:
-    """Its prefill worker may have compiled it for seconds. All others do."""
-    parts: Any = Saying([said(3, 5), ENDED])
-    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
-    asked.sampling.max_tokens = 1
-    request = build_request(asked, Tokenizer(None, None), MODEL)
-    if grammar:
-        request.sampling.grammar.json = True
-    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
-    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
-    await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
-    assert parts.observed == (not grammar)
 
 
 @pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])

@@ -72,17 +72,18 @@ def test_the_phases_add_up_to_the_time_to_first_token(
     assert (made.attempts, made.completion_tokens) == (len(waits) + 1, 1)
 
 
-def test_admission_is_no_part_of_a_path() -> None:
-    """A worker that loads an adapter for three seconds would do so on any path."""
+def test_what_workers_prepare_is_no_part_of_a_path() -> None:
+    """A worker that loads an adapter or compiles a grammar for seconds would do so on any path: the decode worker
+    before it admits the request, the prefill worker before it queues the prompt."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_timeline, "monotonic", clock)
         account = RequestTimeline(clock.now)
         account.placed(Placement(DECODE, PREFILL))
         account.dispatched()
-        clock.now += 4.0
-        timing = common_pb2.PrefillTiming(queue_seconds=0.25, compute_seconds=0.5)
-        account.first_token(decode_pb2.FirstTokenTiming(total_seconds=3.9, admit_seconds=3.0, prefill=timing))
+        clock.now += 6.0
+        timing = common_pb2.PrefillTiming(queue_seconds=0.25, compute_seconds=0.5, prepare_seconds=2.0)
+        account.first_token(decode_pb2.FirstTokenTiming(total_seconds=5.9, admit_seconds=3.0, prefill=timing))
         account.ended(decode_pb2.Ended())
     assert account.path_latency() == (pytest.approx(0.25), 0, 0.0)
 

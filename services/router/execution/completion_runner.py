@@ -169,8 +169,7 @@ class CompletionRunner:
         except WorkerLost as error:
             reason = NOT_SENT if error.reason == NOT_SENT else lost
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
-        if not completion.request.sampling.HasField("grammar"):  # its prefill worker compiled it, too
-            self._scheduler.observe_path(placement, timeline.path_latency())
+        self._scheduler.observe_path(placement, timeline.path_latency())
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:

@@ -202,12 +202,14 @@ class RequestTimeline:
 
     def path_latency(self) -> tuple[float, int, float] | None:
         """The path latency of the attempt that ended: the seconds to its first token apart from queueing, computing and
-        admission (the reservation and the load of an adapter, as on any path), the number of blocks moved, and the
-        seconds by which the move delayed the second token. None if unknown."""
+        preparing (the reservation, and on each of its workers the adapter and the grammar, as on any path), the number
+        of blocks moved, and the seconds by which the move delayed the second token. None if unknown."""
         first, transfer = self._attempt_first, self._transfer()
         if first is None or first is not self._first or self._ended is None:
             return None
-        inside = first.admit_seconds + first.prefill.queue_seconds + first.prefill.compute_seconds
+        prefill = first.prefill
+        prepared = first.admit_seconds + prefill.prepare_seconds
+        inside = prepared + prefill.queue_seconds + prefill.compute_seconds
         seconds = self._first_at - self.arrived - self._before_dispatch - inside
         return (seconds, transfer.blocks, transfer.exposed_seconds) if transfer else (seconds, 0, 0.0)
 

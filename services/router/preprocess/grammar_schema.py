@@ -189,7 +189,7 @@ class _Schema:
         self._root = root
         if isinstance(root, dict):
             self._exclusive = ExclusiveSchemas(root)
-            # References lead from one group to the other, and to schemas that are checked later.
+            # References lead to the other group and to schemas that are checked later, so these are compared last.
             for group in ("$defs", "definitions"):
                 if not isinstance(root.get(group, {}), dict):
                     raise self._refuse(group, "it is not an object", "an object of schemas")

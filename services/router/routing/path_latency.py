@@ -1,7 +1,7 @@
 """The latency of each path through the cluster, learnt from the requests that took it. Pure: callers pass the time.
 
 A path is a decode worker and a prefill worker. Its latency is the time to the first token apart from queueing,
-computing and admission, and the time by which moving the KV delayed the second token. The policy adds both to a
+computing and preparing, and the time by which moving the KV delayed the second token. The policy adds both to a
 placement's cost.
 
 A slow path is used less, so old slowness must not count for ever:
