@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/jobs.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\"A\n\x11SubmitJobsRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.GenerateRequest\"2\n\x12SubmitJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.tandem.v1.Job\"k\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.tandem.v1.JobState\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\ttakeovers\x18\x04 \x01(\r\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"5\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\">\n\x10WatchJobResponse\x12*\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1b.tandem.v1.GenerateResponse\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"-\n\x0eGetJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\"\xb4\x01\n\x07KeptJob\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x01\x12,\n\x05trace\x18\x04 \x03(\x0b\x32\x1d.tandem.v1.KeptJob.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"0\n\x11\x43\x61ncelJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job*\x80\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eJOB_STATE_OPEN\x10\x01\x12\x16\n\x12JOB_STATE_FINISHED\x10\x02\x12\x14\n\x10JOB_STATE_FAILED\x10\x03\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x04\x32\xa5\x02\n\nJobService\x12I\n\nSubmitJobs\x12\x1c.tandem.v1.SubmitJobsRequest\x1a\x1d.tandem.v1.SubmitJobsResponse\x12\x45\n\x08WatchJob\x12\x1a.tandem.v1.WatchJobRequest\x1a\x1b.tandem.v1.WatchJobResponse0\x01\x12=\n\x06GetJob\x12\x18.tandem.v1.GetJobRequest\x1a\x19.tandem.v1.GetJobResponse\x12\x46\n\tCancelJob\x12\x1b.tandem.v1.CancelJobRequest\x1a\x1c.tandem.v1.CancelJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/jobs.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\"A\n\x11SubmitJobsRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.GenerateRequest\"2\n\x12SubmitJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.tandem.v1.Job\"k\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.tandem.v1.JobState\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\ttakeovers\x18\x04 \x01(\r\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"5\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\">\n\x10WatchJobResponse\x12*\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1b.tandem.v1.GenerateResponse\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"-\n\x0eGetJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\"\xec\x01\n\x07KeptJob\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x01\x12,\n\x05trace\x18\x04 \x03(\x0b\x32\x1d.tandem.v1.KeptJob.TraceEntry\x12\x19\n\x11vocabulary_digest\x18\x05 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x06 \x01(\x0c\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"0\n\x11\x43\x61ncelJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job*\x80\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eJOB_STATE_OPEN\x10\x01\x12\x16\n\x12JOB_STATE_FINISHED\x10\x02\x12\x14\n\x10JOB_STATE_FAILED\x10\x03\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x04\x32\xa5\x02\n\nJobService\x12I\n\nSubmitJobs\x12\x1c.tandem.v1.SubmitJobsRequest\x1a\x1d.tandem.v1.SubmitJobsResponse\x12\x45\n\x08WatchJob\x12\x1a.tandem.v1.WatchJobRequest\x1a\x1b.tandem.v1.WatchJobResponse0\x01\x12=\n\x06GetJob\x12\x18.tandem.v1.GetJobRequest\x1a\x19.tandem.v1.GetJobResponse\x12\x46\n\tCancelJob\x12\x1b.tandem.v1.CancelJobRequest\x1a\x1c.tandem.v1.CancelJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KEPTJOB_TRACEENTRY']._loaded_options = None
   _globals['_KEPTJOB_TRACEENTRY']._serialized_options = b'8\001'
-  _globals['_JOBSTATE']._serialized_start=760
-  _globals['_JOBSTATE']._serialized_end=888
+  _globals['_JOBSTATE']._serialized_start=816
+  _globals['_JOBSTATE']._serialized_end=944
   _globals['_SUBMITJOBSREQUEST']._serialized_start=63
   _globals['_SUBMITJOBSREQUEST']._serialized_end=128
   _globals['_SUBMITJOBSRESPONSE']._serialized_start=130
@@ -51,13 +51,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETJOBRESPONSE']._serialized_start=443
   _globals['_GETJOBRESPONSE']._serialized_end=488
   _globals['_KEPTJOB']._serialized_start=491
-  _globals['_KEPTJOB']._serialized_end=671
-  _globals['_KEPTJOB_TRACEENTRY']._serialized_start=627
-  _globals['_KEPTJOB_TRACEENTRY']._serialized_end=671
-  _globals['_CANCELJOBREQUEST']._serialized_start=673
-  _globals['_CANCELJOBREQUEST']._serialized_end=707
-  _globals['_CANCELJOBRESPONSE']._serialized_start=709
-  _globals['_CANCELJOBRESPONSE']._serialized_end=757
-  _globals['_JOBSERVICE']._serialized_start=891
-  _globals['_JOBSERVICE']._serialized_end=1184
+  _globals['_KEPTJOB']._serialized_end=727
+  _globals['_KEPTJOB_TRACEENTRY']._serialized_start=683
+  _globals['_KEPTJOB_TRACEENTRY']._serialized_end=727
+  _globals['_CANCELJOBREQUEST']._serialized_start=729
+  _globals['_CANCELJOBREQUEST']._serialized_end=763
+  _globals['_CANCELJOBRESPONSE']._serialized_start=765
+  _globals['_CANCELJOBRESPONSE']._serialized_end=813
+  _globals['_JOBSERVICE']._serialized_start=947
+  _globals['_JOBSERVICE']._serialized_end=1240
 # @@protoc_insertion_point(module_scope)

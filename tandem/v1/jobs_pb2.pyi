@@ -74,7 +74,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class KeptJob(_message.Message):
-    __slots__ = ("request", "tenant", "deadline", "trace")
+    __slots__ = ("request", "tenant", "deadline", "trace", "vocabulary_digest", "adapter_fingerprint")
     class TraceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -86,11 +86,15 @@ class KeptJob(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request: _generation_pb2.GenerateRequest
     tenant: str
     deadline: float
     trace: _containers.ScalarMap[str, str]
-    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    vocabulary_digest: str
+    adapter_fingerprint: bytes
+    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ..., vocabulary_digest: _Optional[str] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

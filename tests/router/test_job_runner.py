@@ -14,9 +14,10 @@ from cluster.state.job_journal import Entry, Kept
 from cluster.state.job_journal import JobState as State
 from cluster.state.registry import State as Ready
 from cluster.state.registry import WorkerRecord
-from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running, goes_on
+from services.router.frontend.job_runner import MAX_HOMELESS_S, MAX_RUNNING, JobRunner, _Running, goes_on
 from services.router.preprocess.request import ResumeState
 from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import PreconditionFailed, Unavailable
 from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
 
 GIVEN: Any = SimpleNamespace
@@ -72,13 +73,61 @@ async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
     """A router that died between keeping the end of a completion and hearing so leaves it twice. It counts once: the
     job neither ends before its last completion nor stays open after it."""
     journal = Journal(*ended)
-    generation = GIVEN(generate=Generation(*left).generate)
-    model = GIVEN(generation=generation, served=GIVEN(decode_workers=lambda: [worker()]))
-    runner = JobRunner(GIVEN(named=lambda name: model), RateLimits(None), GIVEN(**members(journal)))
+    runner = runner_of(model_of(Generation(*left)), journal)
     request = generation_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(n=3, max_tokens=4))
-    kept = jobs_pb2.KeptJob(request=request, deadline=time.time() + 60)
-    await runner._attempt(_Running(GIVEN(job_id="/job", generation=1, tokens=0), kept))
+    await runner._attempt(job_of(request))
     assert journal.calls == told
+
+
+def model_of(generation: Any, vocabulary: str = "") -> Any:
+    return GIVEN(
+        generation=generation,
+        tokenizer=GIVEN(vocabulary_digest=vocabulary),
+        served=GIVEN(decode_workers=lambda: [worker()]),
+    )
+
+
+def runner_of(model: Any, journal: Journal) -> JobRunner:
+    return JobRunner(GIVEN(named=lambda name: model), RateLimits(None), GIVEN(**members(journal)))
+
+
+def job_of(request: generation_pb2.GenerateRequest, **kept: Any) -> _Running:
+    about = jobs_pb2.KeptJob(request=request, deadline=time.time() + 60, **kept)
+    return _Running(GIVEN(job_id="/job", generation=1, tokens=0), about)
+
+
+@pytest.mark.parametrize(
+    ("kept", "now", "runs"), [("A", "A", True), ("A", "B", False), ("A", "", False), ("", "B", True)]
+)
+async def test_a_job_is_not_run_with_another_vocabulary(kept: str, now: str, runs: bool) -> None:
+    """Its prompt is token ids, which would be other text, also before its first token. One that an older router stored
+    does not say which ids it has."""
+    journal = Journal()
+    runner = runner_of(model_of(Generation(0), now), journal)
+    job = job_of(generation_pb2.GenerateRequest(), vocabulary_digest=kept)
+    if runs:
+        await runner._attempt(job)
+        assert journal.calls == [("end", 0)]
+        return
+    for waited_s, error in ((0.0, Unavailable), (MAX_HOMELESS_S + 1, PreconditionFailed)):
+        job.homeless_since = time.monotonic() - waited_s if waited_s else None
+        with pytest.raises(error) as refused:
+            await runner._attempt(job)
+        assert refused.value.reason == "JOB_OF_OTHER_MODEL"
+    assert journal.calls == []
+
+
+async def test_a_job_means_the_adapter_of_its_submission() -> None:
+    """Also at its first attempt: its name may have other content by then."""
+    meant: list[bytes] = []
+
+    async def generate(*about: Any, resume: ResumeState, **more: Any) -> AsyncIterator[Any]:
+        meant.append(resume.adapter_fingerprint)
+        yield finished(0)
+
+    job = job_of(generation_pb2.GenerateRequest(adapter="red"), adapter_fingerprint=b"first")
+    await runner_of(model_of(GIVEN(generate=generate)), Journal())._attempt(job)
+    assert meant == [b"first"]
 
 
 def worker(**said: str) -> WorkerRecord:

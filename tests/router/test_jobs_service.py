@@ -11,8 +11,9 @@ from typing import Any
 from cluster.state.job_journal import Entry, JobRecord
 from cluster.state.job_journal import JobState as State
 from services.router.frontend.jobs_service import EVENTS_PER_MESSAGE, JobService
+from services.router.tenancy.api_keys import ANONYMOUS
 from services.router.tenancy.rate_limits import RateLimits
-from tandem.telemetry.tracing import NO_TRACING
+from tandem.telemetry.tracing import NO_SPAN, NO_TRACING
 from tandem.v1 import generation_pb2, jobs_pb2
 
 ASKED = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=range(1000)))
@@ -69,3 +70,17 @@ async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> Non
     service._messages.keep = keep  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
     assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE
+
+
+def test_a_stored_job_says_what_its_ids_and_its_adapter_mean() -> None:
+    """Another tokenizer or another adapter may have the same name when the job runs."""
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocabulary_digest="A"), served=SimpleNamespace(adapters={"red": b"first"})
+    )
+    service: Any = service_of(Journal())
+    service._models = SimpleNamespace(named=lambda name: model)
+    service._settings = SimpleNamespace(job_timeout_s=60.0)
+    for adapter, meant in (("red", b"first"), ("", b"")):
+        request = generation_pb2.GenerateRequest(request_id="j", adapter=adapter)
+        kept = jobs_pb2.KeptJob.FromString(service._to_keep(request, "digest", ANONYMOUS, NO_SPAN).request)
+        assert (kept.vocabulary_digest, kept.adapter_fingerprint) == ("A", meant)

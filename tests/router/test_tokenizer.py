@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from engine.loading import checkpoint
 from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
@@ -253,6 +253,17 @@ def test_a_template_may_refuse_messages() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         template.render([{"role": "user", "content": "x"}])
+
+
+def test_the_digest_of_a_vocabulary_says_what_ids_mean() -> None:
+    """It differs where two tokens have each other's ids, and is equal where only texts are split otherwise."""
+    one, other = (
+        Tokenizer(Backend(models.WordLevel(vocabulary, unk_token="a")), None)
+        for vocabulary in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
+    )
+    assert one.vocabulary_digest != other.vocabulary_digest
+    assert FALLBACK["llama"].vocabulary_digest == FALLBACK["gemma"].vocabulary_digest != ""
+    assert Tokenizer(None, None).vocabulary_digest == ""
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_ids_alone(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ import structlog
 from cluster.state.job_journal import JobJournal, JobRecord, Kept
 from cluster.state.job_journal import JobState as State
 from cluster.state.registry import WorkerRecord
-from services.router.models import Models
+from services.router.models import Model, Models
 from services.router.preprocess.request import ResumeState
-from services.router.preprocess.served_model import ServedModel
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
@@ -48,7 +47,7 @@ MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
 MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
 LEASE_S = 6.0
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # between two attempts of a job
-MAX_HOMELESS_S = 600.0  # after which a job fails if no worker computes the same tokens as those that it began with
+MAX_HOMELESS_S = 600.0  # after which a job fails if its model has another vocabulary or computes other tokens
 TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # a later attempt may succeed
 
 
@@ -61,7 +60,7 @@ class _Running:
     delay_s: float = MIN_RETRY_S
     charged: bool = False  # whether its prompt was charged to its tenant
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
-    homeless_since: float | None = None  # since when no worker computes its tokens
+    homeless_since: float | None = None  # since when its model has another vocabulary or computes other tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,7 +197,8 @@ class JobRunner:
         stored = ResumeState()
         async for page in self._journal.pages(job.record.job_id):
             stored.add(generation_pb2.GenerateResponse.FromString(entry.event) for entry in page)
-        self._check_workers(job, model.served, stored)
+        stored.adapter_fingerprint = stored.adapter_fingerprint or job.kept.adapter_fingerprint
+        self._check_model(job, model, stored)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
             job.charged = True
@@ -237,17 +237,20 @@ class JobRunner:
             log.warning("job.not_kept", job=job_id, why=outcome.value)
         return outcome is Kept.KEPT
 
-    def _check_workers(self, job: _Running, served: ServedModel, stored: ResumeState) -> None:
-        """Raises Unavailable while no decode worker computes the same remaining tokens (during an upgrade, which may be
-        reverted), and PreconditionFailed after some time."""
-        workers = served.decode_workers()
+    def _check_model(self, job: _Running, model: Model, stored: ResumeState) -> None:
+        """Raises Unavailable while the model has another vocabulary than the job, or no decode worker computes the same
+        remaining tokens (during an upgrade, which may be reverted), and PreconditionFailed after some time."""
+        workers = model.served.decode_workers()
         if not workers:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        if goes_on(stored, workers):
+        if job.kept.vocabulary_digest not in ("", model.tokenizer.vocabulary_digest):
+            what = "the job's prompt is token ids of another vocabulary than the model has: the text would differ"
+        elif not goes_on(stored, workers):
+            what = "the job began with another checkpoint or type of KV than any worker has: the tokens would differ"
+        else:
             job.homeless_since = None
             return
         job.homeless_since = job.homeless_since or monotonic()
-        what = "the job began with another checkpoint or type of KV than any worker has: the tokens would differ"
         if monotonic() - job.homeless_since > MAX_HOMELESS_S:
             raise PreconditionFailed(what, reason="JOB_OF_OTHER_MODEL")
         raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")

@@ -205,11 +205,14 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:
         check_prompt(key, len(request.token_ids.ids))
+        model = self._models.named(request.model)
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
             deadline=time() + self._settings.job_timeout_s,
             trace=dict(span.headers),
+            vocabulary_digest=model.tokenizer.vocabulary_digest,
+            adapter_fingerprint=model.served.adapters.get(request.adapter, b""),
         )
         return Asked(_scoped(key, request.request_id), kept.SerializeToString(), digest)
 

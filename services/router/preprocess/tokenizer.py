@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ class Tokenizer:
         self.template = template
         self.answer_format = answer_format
         self.marker_ids: frozenset[int] = frozenset()  # special tokens that separate the answer's parts
+        self.vocabulary_digest = ""  # equal in two tokenizers whose ids mean the same tokens
         self.infilling = None if backend is None else infilling.of(backend)
         self._texts: dict[int, str] = {}  # of single tokens
         if backend is not None:
@@ -49,6 +52,8 @@ class Tokenizer:
             backend.no_padding()
             vocabulary = backend.get_vocab(with_added_tokens=True)
             self.known_ids = 1 + max(vocabulary.values())
+            content = json.dumps(vocabulary, sort_keys=True).encode()
+            self.vocabulary_digest = hashlib.blake2b(content, digest_size=16).hexdigest()
             # By id: whether the token has text. Special tokens, and ids without a token, have none.
             self.shown = bytearray(self.known_ids)
             for token in vocabulary.values():
