@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -20,9 +19,9 @@ from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
 
-WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; larger weight files are sampled
-SAMPLES = 4096
-SAMPLE_BYTES = 4096
+WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; of larger weight files, large tensors are sampled
+WHOLE_TENSOR_LIMIT = 64 * 1024  # bytes; norms and biases, which may be all that a fine-tune changes
+SAMPLE_BYTES, SAMPLE_EVERY, MIN_SAMPLES = 4096, 1024 * 1024, 4  # of a large tensor
 
 
 def resolve(path: str) -> Path:
@@ -115,8 +114,9 @@ def fingerprint(folder: Path, files: list[Path]) -> str:
     """32 hex digits (xxh3_128) that tell two pools whether they serve the same weights.
 
     Over config.json and, for each weight file in order, its name, length and content: all of it up to 256 MiB; beyond,
-    the safetensors header and 4,096 evenly spaced samples of 4 KiB. It detects different checkpoints and fine-tunes,
-    but does not protect against deliberate collisions.
+    the safetensors header, tensors of up to 64 KiB, and evenly spaced samples of 4 KiB of larger ones: one for each
+    MiB, but at least 4. It detects different checkpoints and fine-tunes, whichever tensors these change, but no change
+    between the samples, such as one row of an embedding, and it does not protect against deliberate collisions.
     """
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for file in files:
@@ -126,11 +126,24 @@ def fingerprint(folder: Path, files: list[Path]) -> str:
             if size <= WHOLE_FILE_LIMIT:
                 while chunk := stream.read(1 << 22):
                     digest.update(chunk)
-                continue
-            (length,) = struct.unpack("<Q", stream.read(8))
-            digest.update(stream.read(length))
-            span = size - 8 - length - SAMPLE_BYTES
-            for sample in range(SAMPLES):
-                stream.seek(8 + length + span * sample // (SAMPLES - 1), os.SEEK_SET)
-                digest.update(stream.read(SAMPLE_BYTES))
+            else:
+                _add_tensors(digest, stream)
     return digest.hexdigest()
+
+
+def _add_tensors(digest: xxhash.xxh3_128, stream: BinaryIO) -> None:
+    """Adds the header of a safetensors file, its small tensors, and samples of its large ones."""
+    (length,) = struct.unpack("<Q", stream.read(8))
+    header = stream.read(length)
+    digest.update(header)
+    offsets = [tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__"]
+    for begin, end in sorted(offsets):  # in the order of the file
+        size = end - begin
+        if size <= WHOLE_TENSOR_LIMIT:
+            places, each = [0], size
+        else:
+            count, each = max(MIN_SAMPLES, size // SAMPLE_EVERY), SAMPLE_BYTES
+            places = [(size - each) * sample // (count - 1) for sample in range(count)]
+        for place in places:
+            stream.seek(8 + length + begin + place)
+            digest.update(stream.read(each))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -412,8 +413,30 @@ def test_weights_that_the_config_names_and_the_folder_lacks(llama: Path) -> None
         load(llama)
 
 
+@pytest.mark.parametrize("changed", ["gate", "norm"])
+def test_a_change_of_one_tensor_in_a_large_file_changes_the_fingerprint(changed: str, tmp_path: Path) -> None:
+    """A fine-tune may change nothing but norms, biases or the gates of a mixture."""
+    sizes = {"embedding": 2 << 30, "gate": 256 << 10, "norm": 8 << 10, "head": 2 << 30}
+    offsets = list(accumulate(sizes.values(), initial=0))
+    tensors = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size]}
+        for (name, size), begin in zip(sizes.items(), offsets, strict=False)
+    }
+    header = json.dumps(tensors).encode()
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + offsets[-1])  # zeros that take no room on the disk
+    before = fingerprint(tmp_path, [file])
+    with file.open("r+b") as stream:
+        stream.seek(8 + len(header) + offsets[list(sizes).index(changed)])
+        stream.write(b"\1" * sizes[changed])
+    assert fingerprint(tmp_path, [file]) != before
+
+
 def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit the header and evenly spaced samples count, up to the last byte."""
+    """Beyond the limit the header and evenly spaced samples of each tensor count, up to the last byte."""
     monkeypatch.setattr("engine.loading.checkpoint.WHOLE_FILE_LIMIT", 1000)
     files = [llama / "model.safetensors"]
     original = fingerprint(llama, files)
