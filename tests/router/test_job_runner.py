@@ -79,11 +79,12 @@ async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
     assert journal.calls == told
 
 
-def model_of(generation: Any, vocabulary: str = "") -> Any:
+def model_of(generation: Any, vocabulary: str = "", adapters: tuple[str, ...] = ("red",)) -> Any:
+    facts = GIVEN(context=64, adapters=dict.fromkeys(adapters, b""))
     return GIVEN(
         generation=generation,
         tokenizer=GIVEN(vocabulary_digest=vocabulary),
-        served=GIVEN(decode_workers=lambda: [worker()]),
+        served=GIVEN(decode_workers=lambda: [worker()], facts=lambda: facts),
     )
 
 
@@ -114,6 +115,24 @@ async def test_a_job_is_not_run_with_another_vocabulary(kept: str, now: str, run
         with pytest.raises(error) as refused:
             await runner._attempt(job)
         assert refused.value.reason == "JOB_OF_OTHER_MODEL"
+    assert journal.calls == []
+
+
+@pytest.mark.parametrize(("adapters", "prompt", "runs"), [(("red",), 60, True), ((), 60, False), (("red",), 61, False)])
+async def test_an_accepted_job_waits_for_what_it_was_accepted_with(
+    adapters: tuple[str, ...], prompt: int, runs: bool
+) -> None:
+    """Its adapter may be between an unload and a load, and the only worker with its context may start again."""
+    journal = Journal()
+    request = generation_pb2.GenerateRequest(adapter="red", sampling=sampling_pb2.SamplingParams(max_tokens=4))
+    request.token_ids.ids.extend([1] * prompt)
+    attempt = runner_of(model_of(Generation(0), adapters=adapters), journal)._attempt(job_of(request))
+    if runs:
+        await attempt
+        assert journal.calls == [("end", 0)]
+        return
+    with pytest.raises(Unavailable):
+        await attempt
     assert journal.calls == []
 
 

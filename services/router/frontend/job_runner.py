@@ -21,6 +21,7 @@ from cluster.state.job_journal import JobState as State
 from cluster.state.registry import WorkerRecord
 from services.router.models import Model, Models
 from services.router.preprocess.request import ResumeState
+from services.router.preprocess.served_model import ModelFacts
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
@@ -199,6 +200,7 @@ class JobRunner:
             stored.add(generation_pb2.GenerateResponse.FromString(entry.event) for entry in page)
         stored.adapter_fingerprint = stored.adapter_fingerprint or job.kept.adapter_fingerprint
         self._check_model(job, model, stored)
+        _check_accepted(job, model.served.facts())  # nothing is awaited until `generate` checks the same facts
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
             job.charged = True
@@ -254,6 +256,17 @@ class JobRunner:
         if monotonic() - job.homeless_since > MAX_HOMELESS_S:
             raise PreconditionFailed(what, reason="JOB_OF_OTHER_MODEL")
         raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")
+
+
+def _check_accepted(job: _Running, facts: ModelFacts) -> None:
+    """Raises Unavailable while the model lacks the adapter of a job, or a worker with a context that is long enough. It
+    had both when the job was accepted, and may have them again."""
+    request = job.kept.request
+    if request.adapter and request.adapter not in facts.adapters:
+        raise Unavailable(f"there is no adapter {request.adapter!r:.140} now", reason="NO_ADAPTER")
+    tokens = job.prompt_tokens + request.sampling.max_tokens
+    if tokens > facts.context:
+        raise NoWorker(f"no decode worker takes {tokens} tokens now")
 
 
 def goes_on(stored: ResumeState, workers: Sequence[WorkerRecord]) -> bool:
