@@ -230,7 +230,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers | {"decode-2": lost.ip})
         with load(client, expected, "decode-2") as again:
             end(lost)
-            wait_until(lambda: bool(again), SOON_S)
+            wait_until(lambda: bool(again), SOON_S, lambda: (client.workers().workers, router.process.text()[-4000:]))
         driver.terminate()
         assert driver.process.popen.wait(SOON_S) == 0
         when(client, workers)  # the end of the driver ends nothing
