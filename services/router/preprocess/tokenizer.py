@@ -52,8 +52,8 @@ class Tokenizer:
             backend.no_padding()
             vocabulary = backend.get_vocab(with_added_tokens=True)
             self.known_ids = 1 + max(vocabulary.values())
-            content = json.dumps(vocabulary, sort_keys=True).encode()
-            self.vocabulary_digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            by_id = sorted((token, name) for name, token in vocabulary.items())  # by name it takes 0.8 s of 256k tokens
+            self.vocabulary_digest = hashlib.blake2b(json.dumps(by_id).encode(), digest_size=16).hexdigest()
             # By id: whether the token has text. Special tokens, and ids without a token, have none.
             self.shown = bytearray(self.known_ids)
             for token in vocabulary.values():
