@@ -184,7 +184,7 @@ class Engine:
                 progress = self._land(flight or self.ahead.launch(plan))
             else:
                 if self.speculation:
-                    drafts = self.speculation.drafts(plan, self.scheduler)
+                    drafts = self.speculation.drafts(plan, self.scheduler, self.retries.tokens)
                 ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
                 filling = self.masks.begin(ready, self.model.vocab_size)
                 logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
@@ -195,7 +195,7 @@ class Engine:
             log.exception("a step of %d sequences failed", len(plan))
             if filling is not None:
                 filling.wait()  # the masks' thread reads the sequences
-            return self._failed(plan, before, error)
+            return self._failed(plan, sum(map(len, drafts)), before, error)
         self.steps += 1
         self.retries.succeeded()
         if self.speculation:
@@ -217,14 +217,14 @@ class Engine:
         # A stream that finds no room leaves its turn empty, too. An empty plan makes the thread sleep until a call.
         return self.scheduler.plan(self._beside, alone, self.retries.tokens)
 
-    def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
+    def _failed(self, plan: list[Chunk], drafts: int, before: list[BeforeStep], error: Exception) -> list[Progress]:
         """Retries the sequences of a failed step in smaller steps; a sequence that fails alone ends.
 
         A failed forward may have written beyond `num_computed` of its sequences, which is never read and which the next
         step overwrites. Raises `error` if any other state may be wrong.
         """
         self.failures += 1
-        no_memory = out_of_memory(error)
+        tokens, no_memory = sum(chunk.tokens for chunk in plan) + drafts, out_of_memory(error)
         if self.model.device.type == "cuda":  # not yet run on a GPU
             torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
@@ -239,7 +239,7 @@ class Engine:
                 self.speculation.forget(sequence.id)
         if not all(each.restore() for each in before):  # some took tokens that were never reported
             ended = [self._give_up(sequence, error) for sequence, _ in plan]
-        elif self.retries.failed([chunk.sequence.id for chunk in plan], sum(chunk.tokens for chunk in plan), no_memory):
+        elif self.retries.failed([chunk.sequence.id for chunk in plan], tokens, no_memory):
             ended = [self._give_up(plan[0].sequence, error)]
         else:
             return []

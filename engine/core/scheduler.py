@@ -162,10 +162,12 @@ class Scheduler:
             if sequence.num_uncomputed > 1:
                 sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
 
-    def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
+    def lend(self, plan: list[Chunk], wanted: list[int], tokens: int | None = None) -> list[int]:
         """The number of drafted tokens that each chunk may append, at most as wanted; extends the tables for them.
-        Drafts use only the step's remaining budget, blocks without an owner, and positions below `max_len`."""
-        left = min(EXTRA_LOGITS, self.token_budget - sum(chunk.tokens for chunk in plan))
+        Drafts use only the step's remaining budget, blocks without an owner, and positions below `max_len`. `tokens`:
+        maximum tokens of the step in total."""
+        budget = self.token_budget if tokens is None else min(tokens, self.token_budget)
+        left = min(EXTRA_LOGITS, budget - sum(chunk.tokens for chunk in plan))
         lent: list[int] = []
         for (sequence, count), most in zip(plan, wanted, strict=True):
             # The step gives one token even if all drafts are wrong, so the last one before `max_len` needs no draft.

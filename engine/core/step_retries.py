@@ -5,9 +5,9 @@ sequences has not changed, so the step's work is retried in halves:
 
     [a b c d] fails ─▶ [a b] runs, [c d] fails ─▶ [c] runs, [d] fails alone: d is at fault, the others go on
 
-A step that ran out of memory is also cut by tokens, down to one, which is tried twice, and for a while all steps are
-kept to half of what failed. A step with fewer tokens than there are streams is for some of them, in turn: the order of
-the batch would give the tokens to the same ones every time.
+A step that ran out of memory is also cut by tokens, drafts included, down to one, which is tried twice, and for a while
+all steps are kept to half of what failed. A step with fewer tokens than there are streams is for some of them, in turn:
+the order of the batch would give the tokens to the same ones every time.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Retries:
         return None
 
     def failed(self, ids: Seq[str], tokens: int, out_of_memory: bool) -> bool:
-        """A step of these sequences, with this many tokens, has failed. True: it cannot be cut further, so its only
-        sequence is at fault."""
+        """A step of these sequences, with this many tokens and drafts, has failed. True: it cannot be cut further, so
+        its only sequence is at fault."""
         self._good = 0
+        drafting = self.tokens > 1  # perhaps: the memory may have lacked for drafts, or for the model that makes them
         if out_of_memory:
             self.tokens = max(1, min(self.tokens, tokens // 2))
             self._wanted = min(MOST_GOOD_STEPS, 2 * self._wanted) if self._doubled else self._wanted
@@ -63,8 +64,8 @@ class Retries:
         if len(ids) > 1:
             half = len(ids) // 2
             self._parts.extendleft((Part(tuple(ids[half:]), self._most), Part(tuple(ids[:half]), self._most)))
-        elif out_of_memory and tokens > 1:
-            self._parts.appendleft(Part(tuple(ids), tokens // 2))
+        elif out_of_memory and drafting:
+            self._parts.appendleft(Part(tuple(ids), self.tokens))
         elif out_of_memory and self._alone != ids[0]:  # once more: another process may have used the memory
             self._alone = ids[0]
             self._parts.appendleft(Part(tuple(ids), 1))

@@ -122,11 +122,12 @@ class Speculation:
         chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
         return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
-    def drafts(self, plan: list[Chunk], scheduler: Scheduler) -> list[list[int]]:
-        """Drafts of the tokens that follow each chunk; often none. None under a grammar, whose mask for a position
-        depends on the token before it."""
+    def drafts(self, plan: list[Chunk], scheduler: Scheduler, tokens: int) -> list[list[int]]:
+        """Drafts of the tokens that follow each chunk; often none. The step has at most `tokens` with them. None under
+        a grammar, whose mask for a position depends on the token before it."""
         wanted = zip(plan, self.wanted(plan), strict=True)
-        lent = scheduler.lend(plan, [0 if chunk.sequence.sampling.grammar else most for chunk, most in wanted])
+        most = [0 if chunk.sequence.sampling.grammar else count for chunk, count in wanted]
+        lent = scheduler.lend(plan, most, tokens)
         if not any(lent):
             return [[] for _ in plan]
         each = [chunk.sequence for chunk in plan]

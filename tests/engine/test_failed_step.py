@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_retries import GOOD_STEPS, MOST_GOOD_STEPS, Retries
 from engine.decoding import new_tokens
-from engine.decoding.speculative import Ngram, Speculation
+from engine.decoding.speculative import Ask, Ngram, Speculation
 from engine.engine import Engine
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
@@ -145,6 +146,53 @@ def test_only_the_request_that_never_fits_is_refused_for_memory(
     assert isinstance(failed["long"], TooLarge)
     assert failed["long"].reason == "OUT_OF_MEMORY"
     assert [one.tokens for one in sequences] == expected
+
+
+class Guesses(Ngram):
+    def _continue(self, sequence: Sequence, most: int) -> list[int]:
+        return [0] * most
+
+
+def test_a_stream_that_fits_is_not_refused_for_its_drafts(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is kept small has no drafts beyond that; they are tried again later, less and less often."""
+    plain, one = (Sequence("one", [1, 2, 3], 3, 43) for _ in range(2))
+    assert run(build(model), [plain]) == {}
+
+    def drafted(_: int, batch: Batch) -> Exception | None:
+        return torch.OutOfMemoryError() if batch.positions[0] >= 3 and len(batch.token_ids) > 1 else None
+
+    failed = failing(monkeypatch, drafted)
+    assert run(build(model, speculation=Speculation(Guesses(), 4)), [one]) == {}
+    assert one.tokens == plain.tokens
+    assert 0 < len(failed) < 8
+
+
+class Starved(Ngram):
+    """There is no memory for it, nor for the forward behind it."""
+
+    lacking: Exception | None = None
+
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        self.lacking = torch.OutOfMemoryError()
+        raise self.lacking
+
+
+def test_a_request_is_not_refused_for_the_memory_of_a_draft_model(
+    model: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure is none of the two that a request has alone with a single token."""
+    plain, one = (Sequence("one", [1, 2, 3], 3, 43) for _ in range(2))
+    assert run(build(model), [plain]) == {}
+    drafter = Starved()
+
+    def behind_it(*_: Any) -> Exception | None:
+        lacking, drafter.lacking = drafter.lacking, None
+        return lacking
+
+    failed = failing(monkeypatch, behind_it)
+    assert run(build(model, speculation=Speculation(drafter, 4)), [one]) == {}
+    assert one.tokens == plain.tokens
+    assert 0 < len(failed) < 8
 
 
 def test_an_engine_that_can_compute_nothing_any_more_breaks(

@@ -219,6 +219,7 @@ def test_drafts_take_only_what_is_left_over() -> None:
     pool.take("somebody", [], pool.free)
     assert scheduler.lend(plan, [8, 0]) == [8, 0]
     assert scheduler.lend(plan, [0, 8]) == [0, 2], "no block is free, two places are"
+    assert scheduler.lend(plan, [8, 8], 3) == [1, 0], "memory allows this step 3 tokens"
     assert scheduler.preemptions == 0
     plan[0].sequence.max_len = len(plan[0].sequence.tokens) + 2
     assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"

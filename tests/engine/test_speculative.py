@@ -84,11 +84,17 @@ def speculation(drafter: Any, tokens: int = DRAFTS) -> Speculation:
 
 
 def build(
-    model: ModelRunner, drafter: Any = None, *, blocks: int = 200, running: int = 8, tokens: int = DRAFTS
+    model: ModelRunner,
+    drafter: Any = None,
+    *,
+    blocks: int = 200,
+    running: int = 8,
+    tokens: int = DRAFTS,
+    budget: int = BUDGET,
 ) -> Engine:
     return Engine(
         model,
-        EngineConfig(num_blocks=blocks, block_size=SIZE, token_budget=BUDGET, max_running=running),
+        EngineConfig(num_blocks=blocks, block_size=SIZE, token_budget=budget, max_running=running),
         speculation=speculation(drafter, tokens) if drafter else None,
     )
 
@@ -296,8 +302,7 @@ def chi_squared(dice: tuple[ModelRunner, ModelRunner]) -> tuple[float, float, fl
     target, draft = dice
     prompt, together = [1, 2, 3, 4, 5], 40
     drafter = ModelDrafter(draft, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
-    engine_ = build(target, drafter, running=together, tokens=2)
-    engine_.scheduler.token_budget = 4 * together
+    engine_ = build(target, drafter, running=together, tokens=2, budget=4 * together)
     pairs: Counter[tuple[int, int]] = Counter()
     drafted = accepted = 0
     for seed in range(0, DRAWS, together):
