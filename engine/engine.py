@@ -238,17 +238,17 @@ class Engine:
             if self.speculation:
                 self.speculation.forget(sequence.id)
         if not all(each.restore() for each in before):  # some took tokens that were never reported
-            ended = [self._give_up(sequence, error) for sequence, _ in plan]
+            ended = [self._give_up(sequence, error, alone=False) for sequence, _ in plan]
         elif self.retries.failed([chunk.sequence.id for chunk in plan], tokens, no_memory):
-            ended = [self._give_up(plan[0].sequence, error)]
+            ended = [self._give_up(plan[0].sequence, error, alone=True)]
         else:
             return []
         self._prove(error)
         return ended
 
-    def _give_up(self, sequence: Sequence, error: Exception) -> Progress:
+    def _give_up(self, sequence: Sequence, error: Exception, *, alone: bool) -> Progress:
         self._distrust(sequence)
-        if out_of_memory(error):
+        if alone and out_of_memory(error):
             why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
         else:
             why = StepFailed(f"the engine's step with this request failed: {type(error).__name__}")
