@@ -134,7 +134,8 @@ class Receipt(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(_Dict):
-    """How likely the model found a token, as natural logarithms: before bias, penalties, temperature and filters."""
+    """How likely the model found a token, as natural logarithms: before bias, penalties, temperature and filters.
+    -9999 is that of an impossible token."""
 
     token_id: int
     logprob: float

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
+LEAST_LOGPROB = -9999.0  # log probability of an impossible token: JSON has no infinity
+
 
 class Bounds(NamedTuple):
     """The bounds of a number that SamplingParams and Sampling (proto/tandem/v1/sampling.proto) have under the same

@@ -41,7 +41,7 @@ from engine.decoding import structured_output
 from engine.decoding.no_token import dead_end, not_finite, nothing_allowed
 from engine.gpu import sampling as gpu_sampling
 from tandem.errors import InternalError, TandemError
-from tandem.sampling import Sampling
+from tandem.sampling import LEAST_LOGPROB, Sampling
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
 # three times slower), and what keeps a GPU busy without taking memory from the pages.
@@ -124,11 +124,13 @@ def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
     """For each row its token's log probability, and those of its `tops` most likely tokens; of equally likely ones the
-    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal. NaN where the largest is not finite."""
+    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal. LEAST_LOGPROB for an impossible
+    token; NaN where the largest is not finite."""
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops) + 1, logits.shape[-1]))  # [rows, widest top and one more]
-    numbers = (chosen, best.values - norm, best.indices, best.values[:, -1:])
+    chosen, likely = (each.clamp(min=LEAST_LOGPROB) for each in (chosen, best.values - norm))  # NaN stays
+    numbers = (chosen, likely, best.indices, best.values[:, -1:])
     rows = torch.cat([each.double() for each in numbers], dim=1).tolist()  # on a GPU the only wait, but for equal ones
     wide = best.indices.shape[1]
     found: list[Logprob] = []
@@ -136,7 +138,7 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
         values, ids = row[1 : 1 + wide], row[1 + wide : -1]
         if any(one == other for one, other in pairwise(values[: top + 1])):
             ids = _from(logits[at], row[-1])
-        own = row[0] if not math.isnan(row[1]) else math.nan  # of an infinity: below it -inf, which looks finite
+        own = row[0] if not math.isnan(row[1]) else math.nan  # beside an infinity: LEAST_LOGPROB looks finite
         found.append(Logprob(own, [int(token) for token in ids[:top]], values[:top]))
     return found
 

@@ -18,7 +18,7 @@ from engine.core.sequence import Sequence
 from engine.decoding import sampler
 from engine.decoding.sampler import adjust, choose, sample, uniform, weights
 from tandem.errors import InternalError, InvalidRequest
-from tandem.sampling import Sampling
+from tandem.sampling import LEAST_LOGPROB, Sampling
 from tests.engine.stand_ins import Asked
 
 
@@ -384,6 +384,15 @@ def test_logprobs_are_the_models_own() -> None:
     (few,) = choose(raw[:1, :3].clone(), [sequence([1], [], Sampling(logprobs=20))])
     assert few.logprob is not None
     assert len(few.logprob.top) == 3
+
+
+def test_an_impossible_token_has_a_log_probability() -> None:
+    """JSON has no infinity. What is no number stays none, for the request must end."""
+    [one] = sampler.logprobs(torch.tensor([[1.0, -math.inf]]), [1], [2])
+    assert (one.chosen, one.top_ids, one.top) == (LEAST_LOGPROB, [0, 1], [0.0, LEAST_LOGPROB])
+    for bad in (math.nan, math.inf):
+        [one] = sampler.logprobs(torch.tensor([[1.0, bad]]), [0], [1])
+        assert math.isnan(one.chosen)
 
 
 def unwatched_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from services.router.frontend.json_body import encode
 from services.router.preprocess.tokenizer import Tokenizer
+from tandem.sampling import LEAST_LOGPROB
 from tandem.v1 import common_pb2, generation_pb2
 
-MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
 TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the event loop runs again
 
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
@@ -43,12 +43,13 @@ async def joined_json(make: Callable[..., Any], scored: Iterable[Scored]) -> str
 
 
 def scored_tokens(ids: Iterable[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
-    """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
+    """For each token its id, its log probability, and those of the likeliest ones, likeliest first. Infinities,
+    which only workers of an older version send, become LEAST_LOGPROB."""
     each = len(message.top_ids) // max(1, len(message.chosen))
     for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
         part = slice(place * each, (place + 1) * each)
-        top = zip(message.top_ids[part], (max(value, MIN_LOGPROB) for value in message.top[part]), strict=True)
-        yield token, max(chosen, MIN_LOGPROB), dict(top)
+        top = zip(message.top_ids[part], (max(value, LEAST_LOGPROB) for value in message.top[part]), strict=True)
+        yield token, max(chosen, LEAST_LOGPROB), dict(top)
 
 
 def prompt_scores(message: generation_pb2.PromptLogprobs | None) -> Iterator[Scored]:
