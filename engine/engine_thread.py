@@ -335,19 +335,22 @@ class EngineThread:
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[SequenceStream, StepOutput]]] = {}
+        failed: list[tuple[SequenceStream, TandemError]] = []
         for item in progress:
             watch = self._watches.get(item.sequence.id)
             if watch is None:
                 continue
             if item.error is not None:
                 del self._watches[item.sequence.id]
-                watch._loop.call_soon_threadsafe(watch._fail, item.error)  # after the outputs of earlier steps
+                failed.append((watch, item.error))
                 continue
             by_loop.setdefault(watch._loop, []).append((watch, StepOutput(item, started, ended)))
             if item.finish is not None:
                 del self._watches[item.sequence.id]
         for loop, items in by_loop.items():
             loop.call_soon_threadsafe(_push_all, items)
+        for watch, error in failed:  # after all outputs: drafts may have given some of this step
+            watch._loop.call_soon_threadsafe(watch._fail, error)
 
     def _break(self, error: TandemError) -> None:
         with self._wake:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from engine.core.progress import Progress
 from engine.core.scheduler import Chunk
 from engine.core.step_time import StepTime
 from engine.decoding.speculative import Drafting
@@ -24,8 +25,9 @@ from engine.engine_thread import (
     UNKNOWN_S,
     EngineThread,
     SequenceStream,
+    StepOutput,
 )
-from tandem.errors import StepFailed, Unavailable
+from tandem.errors import InternalError, StepFailed, Unavailable
 from tests.support.waiting import until
 
 # The parts of an engine that the loop reads.
@@ -260,6 +262,27 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
         with pytest.raises(Unavailable) as raised:
             await watch.next()
     assert type(raised.value) is failure
+
+
+async def test_an_error_comes_after_the_tokens_of_its_own_step() -> None:
+    """Drafts may give some before the place where no token is possible; without drafts the client gets these, too."""
+    loop, taken = EngineThread(lambda: IDLE), list[int | None]()
+    await loop.built()
+    one: Any = SimpleNamespace(id="one")
+    watch = loop._watches["one"] = SequenceStream()
+
+    def take(outputs: list[StepOutput]) -> bool:
+        taken.extend(output.progress.token for output in outputs)
+        return False
+
+    following = asyncio.create_task(watch.follow(take))
+    await asyncio.sleep(0)
+    loop._deliver([Progress(one, 5, 7, None), Progress(one, 6, None, None, error=InternalError("no"))], 0.0, 1.0)
+    async with asyncio.timeout(60):
+        with pytest.raises(InternalError):
+            await following
+    assert taken == [7]
+    loop.stop()
 
 
 async def test_a_step_that_was_queued_began_when_the_one_before_it_had_ended(monkeypatch: pytest.MonkeyPatch) -> None:
