@@ -276,9 +276,9 @@ def _same_bits(mixer: Mixer, given: dict[str, Any], facts: StateFacts, dtype: to
 
 
 def error_in_own_type(model: PreTrainedModel, mixers: Mixers) -> float:
-    """The largest error of a token's output from a mixer that is served in pieces, relative to that output by the
-    mixer's own forward in float32. `learn` compares numbers in float32 alone, and a kernel is compiled for each type.
-    Without limits of time steps, as in `_same_bits`."""
+    """How far the output of a mixer that is served in pieces is off that of its own forward in float32, relative to it:
+    the most of all mixers. `learn` compares numbers in float32 alone, and a kernel is compiled for each type. Without
+    limits of time steps, as in `_same_bits`."""
     calls, dtype = _arguments(model, mixers, sum(PIECES)), next(model.parameters()).dtype
     errors = []
     for mixer in mixers.each:
@@ -289,7 +289,7 @@ def error_in_own_type(model: PreTrainedModel, mixers: Mixers) -> float:
             with torch.inference_mode():
                 whole = _flat(type(alone).forward(alone, **wide, **{mixer.argument: None}))
             found = _in_pieces(mixer, given, mixers.facts_of(mixer), PIECES, dtype)
-        errors.append(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
+        errors.append((found - whole).norm() / whole.norm())
     return float(torch.stack(errors).max())
 
 

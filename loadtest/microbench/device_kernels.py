@@ -80,8 +80,8 @@ UNCLAMPED: dict[str, dict[str, Any]] = {
         **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1},
     },
 }
-# Of the output of a recurrent layer in bfloat16: MEASURED
-ROUNDED = 0.05
+# Of a recurrent layer in bfloat16: three times the most of all layers (0.9 %, Jamba) by the operators of a CPU.
+ROUNDED = 0.03
 REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
 
 
