@@ -120,7 +120,7 @@ async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
         monkeypatch.setattr(
             "kvtransfer.receiver.Receiver._first_wrong",
             lambda self, ready: (
-                self._digest_blocks([(self._local_blocks[each.index], self._contexts[each.index]) for each in ready])
+                self._digest_blocks([self._expected[each.index][::-1] for each in ready])
                 and None
             ),
         )

@@ -245,7 +245,7 @@ async def test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended(
     abort = Receiver.abort
 
     async def long(receiver: Receiver) -> None:
-        held.update(receiver._local_blocks.values())
+        held.update(place for _, place in receiver._expected.values())
         await abort(receiver)
         await safe.wait()
 

@@ -121,7 +121,7 @@ async def test_the_scores_of_a_long_prompt_keep_no_stream_waiting(monkeypatch: p
     )
     assert choice["logprobs"]["text_offset"][-1] == LONG
     assert (len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == (LONG, None)
-    assert min(worst for _, worst in runs) < 0.02
+    assert min(worst for _, worst in runs) < 0.05
     monkeypatch.setattr(logprobs_json, "TOKENS_PER_SLICE", 10**6)
     _, control = await longest(answers[2].collect(of_long_prompt()))  # type: ignore[arg-type]
     assert control > 0.2
