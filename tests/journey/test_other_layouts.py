@@ -119,10 +119,7 @@ async def test_bytes_that_are_not_what_was_sent_are_refused_before_they_count(
     if not digest:
         monkeypatch.setattr(
             "kvtransfer.receiver.Receiver._first_wrong",
-            lambda self, ready: (
-                self._digest_blocks([self._expected[each.index][::-1] for each in ready])
-                and None
-            ),
+            lambda self, ready: self._digest_blocks([self._expected[each.index][::-1] for each in ready]) and None,
         )
     prompt = oracle.prompts(tiny, [50])[0]
     fault = only_first(flip)
