@@ -152,13 +152,8 @@ def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
     period. 143 is this handler's exit code; without it the code would be -15 here, and the process would not end in a
     container."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-    process = Process("stuck", [sys.executable, "-c", STUCK], {**env, "PYTHONPATH": str(ROOT), "TANDEM_MODEL": "m"})
-    try:
-        process.wait_for("loading")
-        process.signal(signal.SIGTERM)
-        assert process.popen.wait(30) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
+    env |= {"PYTHONPATH": str(ROOT), "TANDEM_MODEL": "m"}
+    ends_by_its_handler(Process("stuck", [sys.executable, "-c", STUCK], env), "loading")
 
 
 def test_a_driver_that_waits_for_valkey_ends_at_once() -> None:
@@ -167,9 +162,14 @@ def test_a_driver_that_waits_for_valkey_ends_at_once() -> None:
     nowhere = "127.0.0.1:1"
     env |= {"TANDEM_MODEL": "m", "TANDEM_REDIS": f"redis://{nowhere}", "TANDEM_RAY_ADDRESS": nowhere}
     env |= {"TANDEM_CLUSTER_TOKEN": secrets.token_hex(16), "PYTHONPATH": str(ROOT)}
-    process = Process("driver", [sys.executable, "-m", "cluster.kuberay.driver"], env)
+    driver = Process("driver", [sys.executable, "-m", "cluster.kuberay.driver"], env)
+    ends_by_its_handler(driver, "waiting: the registry does not answer")
+
+
+def ends_by_its_handler(process: Process, line: str) -> None:
+    """Ends the process after this line of its output."""
     try:
-        process.wait_for("waiting: the registry does not answer")
+        process.wait_for(line)
         process.signal(signal.SIGTERM)
         assert process.popen.wait(30) == 128 + signal.SIGTERM
     finally:
