@@ -306,8 +306,8 @@ async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any,
     async with inside(max_num_seqs=4, kv_blocks=1024, measured=True) as cluster:
         await cluster.client.generate(prompts[0], max_tokens=1)
         rate = next(iter(cluster.router.models.first.pools.view.of_role("prefill"))).prompt_rate
-        # Of 39 prompts some are served and some refused, though the rate may change sixfold beside other tests. One that
-        # takes longer than its objective alone is refused without a retry time.
+        # Of 39 prompts some are served and some refused, though the rate may change sixfold beside other tests. One
+        # that alone takes longer than its objective is refused without a retry time.
         objective = 6 * 600 / rate
         refused: list[tuple[float, Busy]] = []
         done: dict[int, list[int]] = {}

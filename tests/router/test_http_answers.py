@@ -133,8 +133,8 @@ async def test_a_refusal_before_anything_was_written_has_its_status(
 async def test_an_answer_of_which_nothing_was_written_may_be_asked_for_again(
     streams: bool, before: list[generation_pb2.GenerateResponse], status: int
 ) -> None:
-    """Its workers were lost after its first tokens, and its client has received none of them. The control: a stream that
-    has begun ends with the error itself, which clients do not retry."""
+    """Its workers were lost after its first tokens, and its client has received none of them. The control: a stream
+    that has begun ends with the error itself, which clients do not retry."""
     exchange = Exchange(streams)
     exchange.give(*before, ResumeFailed("no place became free; 1 tokens had been generated"))
     await asyncio.wait_for(exchange.task, 30.0)

@@ -665,8 +665,8 @@ async def test_a_prompt_of_few_tokens_is_no_probe(
 
 
 async def test_prompts_that_a_decode_worker_computes_in_time_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate is the prefill worker's, and too slow. Prompts on the decode worker do not correct it. When there are
-    too many for the decode worker, one goes to the prefill worker and counts as the probe."""
+    """The estimate is the prefill worker's, and too slow. Prompts on the decode worker do not correct it. When there
+    are too many for the decode worker, one goes to the prefill worker and counts as the probe."""
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     fast = replace(DECODE, prompt_rate=1000.0, step_s=0.01)
