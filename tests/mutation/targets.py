@@ -80,7 +80,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *("tests/router/test_placement.py", "tests/router/test_worker_selector.py"),
     ),
     "services/router/routing/worker_pools.py": (
-        "tests/router/test_worker_pools.py",
+        *("tests/router/test_worker_pools.py", "tests/router/test_constrained_queue.py"),
         *_some(
             "tests/router/test_placement.py",
             "test_the_expected_wait_is_that_of_adding_up_all_workers",
@@ -89,8 +89,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "services/router/routing/worker_table.py": ("tests/router/test_request_scheduler.py",),
     "services/router/tenant_slots.py": ("tests/router/test_tenant_slots.py",),
-    "services/router/routing/request_scheduler.py": ("tests/router/test_request_scheduler.py",),
-    "services/router/routing/waiting_request.py": ("tests/router/test_request_scheduler.py",),
+    "services/router/routing/request_scheduler.py": (
+        *("tests/router/test_request_scheduler.py", "tests/router/test_constrained_queue.py"),
+    ),
+    "services/router/routing/waiting_request.py": (
+        *("tests/router/test_request_scheduler.py", "tests/router/test_constrained_queue.py"),
+    ),
+    "services/router/routing/constrained_queue.py": ("tests/router/test_constrained_queue.py",),
     "services/router/tenancy/rate_limits.py": (
         *("tests/router/test_rate_limits.py", "tests/router/test_job_tokens.py"),
     ),

@@ -199,6 +199,7 @@ PURE = (
     "services/router/routing/local_or_remote.py",
     "services/router/routing/worker_selector.py",
     "services/router/routing/worker_pools.py",
+    "services/router/routing/constrained_queue.py",
     "services/router/routing/fair_queue.py",
     "services/router/routing/size_histogram.py",
     "services/router/routing/path_latency.py",

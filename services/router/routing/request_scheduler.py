@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +19,7 @@ from time import monotonic
 
 from cluster.state.registry import State
 from engine.core.step_time import WORTHWHILE
+from services.router.routing.constrained_queue import ConstrainedQueue, constraint
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
@@ -53,7 +54,7 @@ class RequestScheduler:
         self._queue_timeout_s = queue_timeout_s
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
-        self._aside: defaultdict[str, list[WaitingRequest]] = defaultdict(list)  # by their workers' `computes_with`
+        self._constrained = ConstrainedQueue()
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # the view that `_news` applies
@@ -134,7 +135,7 @@ class RequestScheduler:
 
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return len(self._queue) + sum(map(len, self._aside.values()))
+        return len(self._queue) + len(self._constrained)
 
     def waiting_tokens(self) -> int:
         """The prompt tokens of waiting requests."""
@@ -246,35 +247,38 @@ class RequestScheduler:
 
     def _dispatch(self) -> None:
         """Places waiting requests in their order while there is room, some in each iteration of the event loop. The
-        first that cannot be placed keeps all others waiting, unless it waits for workers that are not theirs."""
+        first that cannot be placed keeps all others from the workers that it waits for."""
         if self._dispatching:
             self._dispatching.cancel()
             self._dispatching = None
         self._workers.settle()
-        self._dispatch_aside()
+        self._dispatch_constrained()
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
             if waiting is None:
                 return
             if self._refuse_if_unplaceable(waiting):
                 continue
-            placement, begun = self._place(waiting, len(self._queue) - 1), waiting.begun_with
-            if placement is None and begun and self._workers.decodes.serves_others(begun):
+            placement = self._place(waiting, len(self._queue) - 1)
+            if placement is None and (line := constraint(waiting, self._workers.decodes)):
                 self._queue.remove(waiting)
-                self._aside[begun.computes_with].append(waiting)
+                self._constrained.add(waiting, line)
                 continue
             if placement is None or starts_late(placement, waiting.tokens):
                 return
             self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _dispatch_aside(self) -> None:
-        for line in list(self._aside.values()):
-            for apart in line.copy():
-                if not self._refuse_if_unplaceable(apart):
-                    if (placement := self._place(apart, 0)) is None:
-                        break
-                    self._take(apart, placement)
+    def _dispatch_constrained(self) -> None:
+        moved = True
+        while moved:  # the next of a line may be placed too
+            moved = False
+            for first in self._constrained.firsts():
+                if self._refuse_if_unplaceable(first):
+                    moved = True
+                elif placement := self._place(first, 0):
+                    self._take(first, placement)
+                    moved = True
 
     def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
@@ -287,11 +291,7 @@ class RequestScheduler:
 
     def _forget(self, waiting: WaitingRequest) -> None:
         self._queue.remove(waiting)
-        self._leave_aside(waiting)
-
-    def _leave_aside(self, waiting: WaitingRequest) -> None:
-        if waiting.begun_with and waiting in (line := self._aside[waiting.begun_with.computes_with]):
-            line.remove(waiting)
+        self._constrained.remove(waiting)
 
     def _place(self, waiting: WaitingRequest, queued_behind: int) -> Placement | None:
         self._workers.settle()
@@ -332,9 +332,8 @@ class RequestScheduler:
     def _decodes(self, waiting: WaitingRequest) -> list[WorkerSnapshot]:
         cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
         about = waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached, waiting.unsuited
-        found = self._workers.decodes.shortlist(*about)
-        # Workers that a request set aside waits for accept no other, or small requests would take all room.
-        return [one for one in found if waiting.leaving or (self._aside[one.computes_with] or [waiting])[0] is waiting]
+        reserved = None if waiting.leaving else self._constrained.reserved(waiting)
+        return self._workers.decodes.shortlist(*about, reserved)
 
     def _prefills(
         self, waiting: WaitingRequest, decode: WorkerSnapshot, avoided: Sequence[str]
@@ -348,7 +347,7 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
-        self._leave_aside(waiting)
+        self._constrained.remove(waiting)
         self._queue.place(waiting)
         if self._queue:
             self._places.append(monotonic())

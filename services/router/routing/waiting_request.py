@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.router.routing.fair_queue import Waiting
-from services.router.routing.placement import Begun, Placement
+from services.router.routing.placement import Begun, Placement, WorkerSnapshot
 from services.router.routing.worker_table import Cached
 
 Holders = Callable[[str], Sequence[str]]  # role -> ids of workers that have cached the most of the prompt
@@ -29,6 +29,14 @@ class WaitingRequest(Waiting):
     refused: bool = False  # by its decode worker, for now
     leaving: bool = False  # its answer has begun, and its wait ends: it takes room that others wait for
     unplaceable: bool = False  # no decode worker would give its remaining tokens
+
+    def runs_on(self, worker: WorkerSnapshot) -> bool:
+        """Whether the request is short enough for this decode worker, which would give its other tokens."""
+        return worker.max_model_len > self.tokens and worker.continues(self.begun_with)
+
+    def suits(self, worker: WorkerSnapshot) -> bool:
+        """Whether this decode worker could take the request if it had room."""
+        return self.runs_on(worker) and worker.identity not in self.unsuited
 
     def blocks(self, placement: Placement) -> int:
         """Blocks that the request takes on the decode worker."""

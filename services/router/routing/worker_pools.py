@@ -17,6 +17,7 @@ many updates together.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -130,6 +131,7 @@ class DecodePool:
         self.workers: dict[str, WorkerSnapshot] = {}
         self.capacity = PrefillCapacity()  # of all workers, used without prefill workers
         self.spare_capacity = PrefillCapacity()  # of those that may compute prompts alongside prefill workers
+        self.lengths: Counter[int] = Counter()  # max_model_len -> its workers
         self._config = config
         self._by_load: dict[tuple[str, str], SortedWorkers] = {}  # (computes_with, sum_order) -> its workers
         self._by_free_tokens = SortedWorkers()
@@ -139,6 +141,8 @@ class DecodePool:
         kind = worker.computes_with, worker.sum_order
         if before and (before.computes_with, before.sum_order) != kind:
             self.drop(worker.worker_id)
+            before = None
+        self._count(worker, before)
         self.workers[worker.worker_id] = worker
         usable = worker.usable
         load = (
@@ -158,20 +162,28 @@ class DecodePool:
 
     def drop(self, worker_id: str) -> None:
         if worker := self.workers.pop(worker_id, None):
+            self._count(None, worker)
             self._by_load[worker.computes_with, worker.sum_order].put(worker_id, None)
             self._by_free_tokens.put(worker_id, None)
             self.capacity.put(worker_id, 0.0, ())
             self.spare_capacity.put(worker_id, 0.0, ())
 
+    def _count(self, now: WorkerSnapshot | None, before: WorkerSnapshot | None) -> None:
+        if now:
+            self.lengths[now.max_model_len] += 1
+        if before:
+            self.lengths[before.max_model_len] -= 1
+            if not self.lengths[before.max_model_len]:
+                del self.lengths[before.max_model_len]
+
     def continues(self, begun: Begun | None) -> bool:
         """False where there are workers, but none that would give the remaining tokens of the request."""
         return begun is None or not self.workers or any(worker.continues(begun) for worker in self.workers.values())
 
-    def serves_others(self, begun: Begun | None) -> bool:
-        """Whether some worker could serve other requests while no worker that could continue this one has room."""
-        return begun is not None and any(
-            worker.usable and not worker.continues(begun) for worker in self.workers.values()
-        )
+    def left_out(self, unsuited: Collection[tuple[str, str]]) -> Collection[tuple[str, str]]:
+        """`unsuited`, unless no other worker is ready: one that rests or is suspected is waited for."""
+        others = unsuited and any(one.ready and one.identity not in unsuited for one in self.workers.values())
+        return unsuited if others else ()
 
     def sharing(self, worker_id: str) -> str:
         """`worker_id` if that worker lets another answer begin with a running answer's KV, otherwise "": with recurrent
@@ -187,13 +199,17 @@ class DecodePool:
         holders: Iterable[str],
         cached: CachedAt,
         unsuited: Collection[tuple[str, str]] = (),
+        reserved: Callable[[WorkerSnapshot], bool] | None = None,
     ) -> list[WorkerSnapshot]:
         """The least loaded worker with room of each kind, `kv_holder`, and `holders` of the prompt's beginning, without
-        the `unsuited` unless no other is ready: one that rests or is suspected is waited for."""
-        if unsuited and not any(one.ready and one.identity not in unsuited for one in self.workers.values()):
-            unsuited = ()
+        those that are `reserved`, and without the `unsuited` (`left_out`)."""
+        unsuited = self.left_out(unsuited)
+
+        def takes(worker: WorkerSnapshot) -> bool:
+            return worker.identity not in unsuited and not (reserved and reserved(worker))
+
         chosen = {name: self.workers[name] for name in (kv_holder, *holders) if name in self.workers}
-        chosen = {name: one for name, one in chosen.items() if one.identity not in unsuited}
+        chosen = {name: one for name, one in chosen.items() if takes(one)}
         most_free = self._by_free_tokens.first_key()
         if most_free and -most_free[0] >= tokens + ahead:
             for group in self._by_load.values():
@@ -201,7 +217,7 @@ class DecodePool:
                     worker = self.workers[worker_id]
                     if worker.running >= worker.max_running:
                         break
-                    if worker.identity not in unsuited and has_room(worker, tokens, ahead, self._config):
+                    if has_room(worker, tokens, ahead, self._config) and takes(worker):
                         chosen[worker.worker_id] = worker
                         break
         return [worker.with_cached(cached(name)) for name, worker in chosen.items()]

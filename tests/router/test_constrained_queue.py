@@ -1,0 +1,326 @@
+"""Requests that only some decode workers can take, and streams that only some can go on with."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.state.registry import State
+from services.router.routing import request_scheduler as module
+from services.router.routing.constrained_queue import ConstrainedQueue, constraint
+from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
+from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.waiting_request import WaitingRequest
+from services.router.routing.worker_pools import DecodePool
+from tandem.errors import Busy, NoWorker, ResumeFailed
+from tandem.tasks import end
+from tests.router.scheduling import RECORD, once, seen, two
+
+
+async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobody() -> None:
+    """A worker with its bits is taken although another one is idle; when it has no room, the other one is."""
+    records = [replace(RECORD, worker_id=f"decode-{number}", sum_order=order) for number, order in enumerate(
+        ["pairs", "tile32"]
+    )]  # fmt: skip
+    scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
+    async with AsyncExitStack() as stack:
+        lost: Any = {"begun": True, "begun_with": Begun("L", "tile32")}
+        places = [await stack.enter_async_context(scheduler.placed(10, 20, 5.0, **lost)) for _ in range(3)]
+    assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]
+
+
+async def test_a_lost_stream_ends_where_all_workers_would_give_other_tokens() -> None:
+    """At once, and it keeps no other request waiting; while no worker is known, it waits as all do."""
+    scheduler = RequestScheduler(seen(replace(RECORD, computes_with="M")), 0.2, RoutingConfig())
+    begun = Begun("L")
+    with pytest.raises(ResumeFailed) as failed:
+        await once(scheduler, begun=True, begun_with=begun)
+    assert failed.value.reason == "OTHER_MODEL"
+    assert (await once(scheduler)).decode.worker_id == RECORD.worker_id
+    empty = RequestScheduler(seen(), 0.2, RoutingConfig())
+    with pytest.raises(NoWorker):
+        await once(empty, begun=True, begun_with=begun)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only worker is full: the next request is served by another one at once, and it itself when there is room
+    again. In the control it stays at the head of the queue."""
+    if not apart:
+        monkeypatch.setattr(module, "constraint", lambda waiting, decodes: None)
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, computes_with="M")
+    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    begun = {"begun": True, "begun_with": Begun("L")}
+    async with scheduler.placed(10, 20, 5.0, **begun) as first:  # type: ignore[arg-type]
+        waiting = asyncio.create_task(once(scheduler, **begun))
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(once(scheduler))
+        done, _ = await asyncio.wait({waiting, behind}, timeout=0.3)
+        assert done == ({behind} if apart else set())
+        assert scheduler.waiting() == (1 if apart else 2)
+    assert (await asyncio.wait_for(waiting, 30.0)).decode.worker_id == first.decode.worker_id == "decode-1"
+    assert (await asyncio.wait_for(behind, 30.0)).decode.worker_id == RECORD.worker_id
+    assert scheduler.waiting() == 0
+
+
+async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
+    """Aside or not."""
+    mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, computes_with="M")
+    view = seen(mine, other)
+    scheduler = RequestScheduler(view, 5.0, RoutingConfig())
+    begun = {"begun": True, "begun_with": Begun("L")}
+    async with scheduler.placed(10, 20, 5.0, **begun):  # type: ignore[arg-type]
+        waiting = asyncio.create_task(once(scheduler, **begun))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        view.workers = {RECORD.worker_id: other}
+        await scheduler.keep_up()
+        with pytest.raises(ResumeFailed):
+            await asyncio.wait_for(waiting, 30.0)
+
+
+async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None:
+    """It waited aside, and its last look finds the room that a record has shown meanwhile. Placed again by the next
+    dispatch, it left its first placement in the account of the worker for good."""
+    mine, other = replace(RECORD, max_running=1, running=1), replace(RECORD, worker_id="decode-1", computes_with="M")
+    view = seen(mine, other)
+    scheduler = RequestScheduler(view, 0.3, RoutingConfig())
+    await scheduler.keep_up()
+
+    async def stream() -> None:
+        async with scheduler.placed(10, 20, 5.0, begun=True, begun_with=Begun("L")):
+            assert scheduler.waiting() == 0
+            await scheduler.keep_up()
+
+    waiting = asyncio.create_task(stream())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.waiting() == 1
+    view.workers = {**view.workers, RECORD.worker_id: replace(RECORD, beat=2.0)}
+    await waiting
+    decode = (await once(scheduler, begun=True, begun_with=Begun("L"))).decode
+    assert (decode.running, decode.prompts) == (0, ())
+
+
+async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_that_it_waits_for() -> None:
+    """They go to other workers, though its own has room for each of them: of the room that it takes for the stream,
+    each would take a part as it comes. Streams aside are placed in their order for the same reason."""
+    mine, other = (
+        replace(RECORD, worker_id="decode-1", blocks_held=50),
+        replace(RECORD, computes_with="M", max_running=9),
+    )
+    scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
+    begun: Any = {"begun": True, "begun_with": Begun("L")}
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(scheduler.placed(300, 310, 5.0, **begun))
+        places = list[str]()
+
+        async def stream(tokens: int) -> None:
+            async with scheduler.placed(tokens, tokens + 10, 5.0, **begun) as placement:
+                places.append(f"{placement.decode.worker_id} {tokens}")
+
+        streams = [asyncio.create_task(stream(tokens)) for tokens in (700, 20)]
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            placement = await stack.enter_async_context(scheduler.placed(10, 20, 5.0))
+            assert placement.decode.worker_id == RECORD.worker_id
+        assert (places, scheduler.waiting()) == ([], 2)
+        await stack.aclose()
+        await asyncio.gather(*streams)
+    assert places == ["decode-1 700", "decode-1 20"]
+    assert (await once(scheduler, **begun)).decode.worker_id == "decode-1"
+    assert scheduler.waiting() == 0
+
+
+async def test_an_unsuited_worker_is_used_only_where_no_other_is_there() -> None:
+    """By this request alone: others take turns as before, and nothing waits for a worker that may not be used."""
+    records = [*two("decode"), *two("prefill")]
+    scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
+    unsuited = {("decode-0", "a"), ("prefill-1", "a")}
+    placements = [await once(scheduler, unsuited=unsuited) for _ in range(3)]
+    assert {one.decode.worker_id for one in placements} == {"decode-1"}
+    assert {one.prefill and one.prefill.worker_id for one in placements} == {"prefill-0"}
+    assert {(await once(scheduler)).decode.worker_id for _ in range(4)} == {"decode-0", "decode-1"}
+    assert {(await once(scheduler, unsuited={("decode-0", "z")})).decode.worker_id for _ in range(4)} > {"decode-0"}
+    scheduler = RequestScheduler(seen(records[0], records[2]), 5.0, RoutingConfig())
+    alone = await once(scheduler, unsuited={("decode-0", "a"), ("prefill-0", "a")})
+    assert (alone.decode.worker_id, alone.prefill) == ("decode-0", None)
+
+
+@pytest.mark.parametrize("why", ["said no", "suspected", "drains"])
+async def test_a_worker_that_rests_is_waited_for_where_the_other_is_unsuited(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It will serve in a moment, and the unsuited one would fail the request for good. The control: one that drains
+    will not."""
+    monkeypatch.setattr(module, "REJECTED_S", 0.05)
+    monkeypatch.setattr(module, "SUSPECT_S", 0.05)
+    decodes = two("decode")
+    if why == "drains":
+        decodes[1] = replace(decodes[1], state=State.DRAINING)
+    scheduler = RequestScheduler(seen(*decodes), 5.0, RoutingConfig())
+    other = await once(scheduler, unsuited={("decode-0", "a")})
+    assert other.decode.worker_id == ("decode-0" if why == "drains" else "decode-1")
+    if why == "said no":
+        scheduler.rejected(other)
+    elif why == "suspected":
+        scheduler.suspect(other.decode)
+    assert (await once(scheduler, unsuited={("decode-0", "a")})).decode.identity == other.decode.identity
+
+
+async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None:
+    """Its new incarnation may have what the request needs, and a worker that became a prefill worker is another one."""
+    scheduler = RequestScheduler(seen(RECORD, *two("prefill")), 5.0, RoutingConfig())
+    unsuited = {("prefill-0", "before"), ("prefill-1", "a")}
+    placements = [await once(scheduler, unsuited=unsuited) for _ in range(2)]
+    assert {one.prefill and one.prefill.worker_id for one in placements} == {"prefill-0"}
+
+
+async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
+    """Its workers have room for it, and a longer stream waits for more of them: refused, it would be lost."""
+    mine, other = (
+        replace(RECORD, worker_id="decode-1", blocks_held=80),
+        replace(RECORD, computes_with="M", max_running=9),
+    )
+    scheduler = RequestScheduler(seen(mine, other), 60.0, RoutingConfig())
+    begun: Any = {"begun": True, "begun_with": Begun("L")}
+
+    async def long() -> None:
+        async with scheduler.placed(700, 710, 60.0, **begun):
+            pytest.fail("it has no room")
+
+    waiting = asyncio.create_task(long())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.waiting() == 1
+    async with scheduler.placed(20, 30, 0.1, **begun) as placement:
+        assert placement.decode.worker_id == "decode-1"
+        assert scheduler.waiting() == 1
+    await end(waiting)
+    with pytest.raises(Busy, match="no place became free"):
+        async with scheduler.placed(700, 710, 0.1, **begun):
+            pytest.fail("it has no room")
+    assert scheduler.waiting() == 0
+
+
+LONG = replace(RECORD, worker_id="decode-1", max_model_len=4096, blocks_total=250)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("why", ["full", "suspected", "too long"])
+async def test_a_request_that_only_some_workers_can_take_keeps_nobody_from_the_others(
+    why: str, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' worker is idle, and can never take the first. In the control everybody waits behind it."""
+    monkeypatch.setattr(module, "SUSPECT_S", 1.0)
+    if not apart:
+        monkeypatch.setattr(module, "constraint", lambda waiting, decodes: None)
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 5.0, RoutingConfig())
+    tokens = 2000 if why == "too long" else 10
+    only: Any = {} if why == "too long" else {"unsuited": {("decode-0", "a")}}
+
+    async def constrained() -> str:
+        async with scheduler.placed(tokens, tokens + 10, 5.0, **only) as placement:
+            return placement.decode.worker_id
+
+    async with scheduler.placed(tokens, tokens + 10, 5.0, **only) as first:
+        if why == "suspected":
+            scheduler.suspect(first.decode)
+        waiting = asyncio.create_task(constrained())
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(once(scheduler, priority=1))
+        done, _ = await asyncio.wait({waiting, behind}, timeout=0.3)
+        assert done == ({behind} if apart else set())
+    assert await asyncio.wait_for(waiting, 30.0) == "decode-1"
+    assert (await asyncio.wait_for(behind, 30.0)).decode.worker_id in ("decode-0", "decode-1")
+    assert scheduler.waiting() == 0
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+async def test_short_prompts_do_not_take_the_room_that_a_long_one_waits_for(
+    reserves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the worker that alone can take it. They wait, when the other worker is full. In the control, they take a part
+    of the room."""
+    if not reserves:
+        monkeypatch.setattr(ConstrainedQueue, "reserved", lambda self, waiting: None)
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=9)), 60.0, RoutingConfig())
+
+    async def long() -> str:
+        async with scheduler.placed(3000, 3010, 60.0) as placement:
+            return placement.decode.worker_id
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(scheduler.placed(2000, 2010, 60.0))
+        waiting = asyncio.create_task(long())
+        await asyncio.sleep(0.05)
+        short = [asyncio.create_task(stack.enter_async_context(scheduler.placed(10, 20, 60.0))) for _ in range(3)]
+        done, pending = await asyncio.wait(short, timeout=0.3)
+        names = [placement.result().decode.worker_id for placement in done]
+        assert (names.count("decode-0"), len(pending)) == (2, 1) if reserves else names.count("decode-1") > 0
+        await asyncio.gather(*map(end, pending))
+    assert await asyncio.wait_for(waiting, 30.0) == "decode-1"
+    assert scheduler.waiting() == 0
+
+
+def a_request(number: int, **about: Any) -> WaitingRequest:
+    return WaitingRequest(about.pop("tokens", 10), number=number, **about)
+
+
+def test_lines_that_share_a_worker_have_it_in_the_order_of_arrival() -> None:
+    """The first of a line that came later, too, is kept from the workers that an earlier one waits for, and only from
+    those; the next of an earlier line may be behind it."""
+    decodes = DecodePool(RoutingConfig())
+    workers = {}
+    for worker_id, length in (("short", 1000), ("long", 2000), ("longest", 4000)):
+        workers[worker_id] = WorkerSnapshot(worker_id, "a", "h:1", "", 0, 9, 999, 16, length)
+        decodes.put(workers[worker_id])
+    queue = ConstrainedQueue()
+    longest, second, long = a_request(1, tokens=3000), a_request(3, tokens=3500), a_request(2, tokens=1500)
+    for request in (second, longest, long):
+        line = constraint(request, decodes)
+        assert line
+        queue.add(request, line)
+    assert (queue.firsts(), len(queue)) == ([long, second], 3)  # the order in a line is that of the fair queue
+    queue.remove(second)
+    assert queue.firsts() == [longest, long]
+
+    def kept_from(request: WaitingRequest) -> set[str]:
+        reserved = queue.reserved(request)
+        return {name for name, worker in workers.items() if reserved and reserved(worker)}
+
+    assert (kept_from(longest), kept_from(long)) == (set(), {"longest"})
+    assert kept_from(a_request(0)) == {"long", "longest"}
+    queue.remove(longest)
+    assert (kept_from(long), kept_from(a_request(0))) == (set(), {"long", "longest"})
+    queue.remove(long)
+    queue.remove(long)
+    assert (queue.reserved(a_request(0)), len(queue)) == (None, 0)
+
+
+def test_a_request_that_every_worker_in_use_can_take_is_not_constrained() -> None:
+    """Also where another one rests, drains or has left, and where it takes an unsuited one because no other is
+    ready."""
+    decodes = DecodePool(RoutingConfig())
+    one = WorkerSnapshot("one", "a", "h:1", "", 0, 9, 999, 16, 1000, computes_with="L")
+    decodes.put(one)
+    unsuited = {one.identity}
+    assert constraint(a_request(0), decodes) is None
+    assert constraint(a_request(0, unsuited=unsuited), decodes) is None
+    decodes.put(replace(one, worker_id="two", max_model_len=20, usable=False, ready=False))
+    assert constraint(a_request(0, tokens=30), decodes) is None
+    assert constraint(a_request(0, unsuited=unsuited), decodes) is None
+    decodes.put(replace(one, worker_id="two", max_model_len=20, computes_with="M"))
+    assert constraint(a_request(0), decodes) is None
+    about: list[dict[str, Any]] = [{"tokens": 30}, {"unsuited": unsuited}, {"begun_with": Begun("L")}]
+    lines = [constraint(a_request(0, **some), decodes) for some in about]
+    assert len({None, *lines}) == 4
+    assert constraint(a_request(1, tokens=40), decodes) == lines[0]
+    decodes.drop("two")
+    assert [constraint(a_request(0, **some), decodes) for some in about] == [None] * 3
