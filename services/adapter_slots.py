@@ -73,15 +73,19 @@ class AdapterSlots:
         """The fingerprints of the adapters that new requests may name, by name."""
         return {name: adapter.fingerprint for name, adapter in self._served().items()}
 
-    def fingerprint(self, name: str, meant: bytes = b"") -> bytes:
-        """The fingerprint `meant` if this worker has that adapter, otherwise that of the current adapter with this
-        name. Raises NotFound."""
-        return self._find(name, meant).fingerprint
+    def lacks(self, name: str, meant: bytes) -> str:
+        """Why this worker cannot serve the adapter with the fingerprint `meant`; empty if it can."""
+        try:
+            same = self._find(name, meant).fingerprint == meant
+        except NotFound:
+            return f"does not have the adapter {name}"
+        return "" if same else f"has another adapter named {name} than the request means"
 
     def _served(self) -> dict[str, Adapter]:
         return {**(self._later.served if self._later else {}), **(self._lora.known if self._lora else {})}
 
     def _find(self, name: str, meant: bytes) -> Adapter:
+        """The adapter with the fingerprint `meant` if this worker has it, otherwise the current one with this name."""
         served = self._served()
         adapter = served.get(name)
         if meant and self._later is not None and (adapter is None or adapter.fingerprint != meant):
@@ -95,7 +99,7 @@ class AdapterSlots:
     @asynccontextmanager
     async def held(self, name: str, meant: bytes = b"") -> AsyncIterator[LoraSlot | None]:
         """The adapter in a slot of this worker's model until the block ends; None for the base, whose name is "".
-        `meant` as for `fingerprint`.
+        `meant` as for `lacks`; if no adapter has it, the current one with this name.
 
         Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder has changed.
         """

@@ -109,14 +109,10 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return host_port(self._advertise or host, bound)
 
-    async def stop_accepting(self) -> None:
-        """Reports to health checks that no new calls are wanted; calls still work."""
-        for name in self._names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    async def not_serving(self) -> None:
-        """Reports to health checks that this process no longer serves."""
-        for name in ("", *self._names):
+    async def not_serving(self, *, drains: bool = False) -> None:
+        """Reports to health checks that no new calls are wanted, of any service. While it `drains`, the process itself
+        still serves: calls work."""
+        for name in self._names if drains else ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:

@@ -113,7 +113,7 @@ class Worker:
         """Refuses new requests and waits for running ones. Returns how many finished, and how many have not."""
         self.state = State.DRAINING
         self._heartbeat.changed()
-        await self.grpc.stop_accepting()
+        await self.grpc.not_serving(drains=True)
         before = len(self._open)
         if not await within(self._idle, grace_s):
             log.warning("worker.drain_cut", worker=self.worker_id, requests=len(self._open))

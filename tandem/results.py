@@ -14,7 +14,11 @@ from tandem.v1 import admin_pb2, common_pb2, generation_pb2, jobs_pb2
 FinishReason = Literal["stop", "length"]
 Path = Literal["disaggregated", "local", "unknown"]
 
-_PATHS: dict[int, Path] = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
+FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+PATHS: dict[int, Path] = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
 
 
 class _Dict:
@@ -242,7 +246,7 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
     return from_message(
         Receipt,
         receipt,
-        path=_PATHS.get(receipt.path, "unknown"),
+        path=PATHS.get(receipt.path, "unknown"),
         phases={phase.name: phase.seconds for phase in receipt.phases},
         transfer=from_message(Transfer, receipt.transfer) if receipt.HasField("transfer") else None,
         choices=max(1, receipt.choices),

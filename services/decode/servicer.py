@@ -37,7 +37,7 @@ from services.proto_convert import FINISH, logprobs_to, prompt_logprobs_to, samp
 from services.watchdog import Check
 from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
-from tandem.errors import IncompatibleLayout, NotFound, PreconditionFailed, Unavailable
+from tandem.errors import IncompatibleLayout, PreconditionFailed, Unavailable
 from tandem.sampling import Sampling
 from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.tasks import end, forever
@@ -88,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             here = not request.HasField("prefill")
             await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS, arrives=not here))
             alone = held.enter_context(await self._gate.enter_alone()) if request.alone and here else None
-            await call.emit(_admitted(sequence, worker.incarnation))
+            await call.emit(_admitted(sequence))
             if alone is not None:
                 await asyncio.sleep(SENT_S)
             if not here:
@@ -110,14 +110,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
         """Checks the adapter's content against the one that the router means: the loaded adapter, or the one that
         generated the tokens so far."""
-        name, wanted = request.adapter.name, request.adapter.fingerprint
-        try:
-            if not wanted or wanted == self._worker.adapters.fingerprint(name, wanted):
-                return
-            has = f"has another adapter named {name} than the request means"
-        except NotFound:
-            has = f"does not have the adapter {name}"
-        raise Unavailable(f"{self._worker.worker_id} {has}", reason="OTHER_ADAPTER")
+        name, meant = request.adapter.name, request.adapter.fingerprint
+        if meant and (why := self._worker.adapters.lacks(name, meant)):
+            raise Unavailable(f"{self._worker.worker_id} {why}", reason="OTHER_ADAPTER")
 
     async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:
         """Computes the prompt on this worker, up to its first token or an end without a token."""
@@ -140,7 +135,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     queue_seconds=steps[0].started - joined_at,
                     compute_seconds=ended - steps[0].started,
                     cached_tokens=sequence.cached,
-                    computed_tokens=message.tokens.position - sequence.cached,
                     unresumed_tokens=sequence.unresumed,
                 ),
                 path=common_pb2.PATH_LOCAL,
@@ -227,13 +221,8 @@ def _sequence(
     )
 
 
-def _admitted(sequence: Sequence, incarnation: str) -> decode_pb2.DecodeResponse:
-    admitted = decode_pb2.Admitted(
-        incarnation=incarnation,
-        cached_tokens=min(sequence.cached, sequence.prompt_len),
-        adapter_fingerprint=sequence.fingerprint,
-    )
-    return decode_pb2.DecodeResponse(admitted=admitted)
+def _admitted(sequence: Sequence) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(admitted=decode_pb2.Admitted(adapter_fingerprint=sequence.fingerprint))
 
 
 def _tokens(sequence: Sequence, steps: list[StepOutput]) -> decode_pb2.DecodeResponse | None:

@@ -26,7 +26,7 @@ from kvtransfer.types import DigestBlocks, Offer, Ticket, digests
 from services.kv_links import answered
 from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, load_engine
-from tandem.errors import IncompatibleLayout, NotFound, StaleTransfer
+from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.sampling import Sampling
 from tandem.settings import Settings
 from tandem.telemetry.tracing import Span
@@ -136,7 +136,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 asked = sequence.sampling.prompt_logprobs is not None
                 scores = await asyncio.to_thread(prompt_logprobs_to, sequence) if asked else None
                 self._worker.metrics.prompt(local=sequence.cached)
-                first = _first_token(sequence, news[-1], arrived, first_step, len(tokens), scores)
+                first = _first_token(sequence, news[-1], arrived, first_step, scores)
                 timing = first.first_token.timing
                 span.phase("prefill_queue", arrived, timing.queue_seconds)
                 span.phase("prefill_compute", first_step, timing.compute_seconds)
@@ -191,15 +191,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 " `tandem doctor` names the differences"
             )
         name, meant = request.adapter.name, request.adapter.fingerprint
-        try:
-            if not name or worker.adapters.fingerprint(name, meant) == meant:
-                return
-            has = f"has another adapter named {name} than the caller"
-        except NotFound:
-            has = f"does not have the caller's adapter {name}"
-        raise IncompatibleLayout(
-            f"{worker.worker_id} {has}; `tandem doctor` compares the adapters of all workers", reason="OTHER_ADAPTER"
-        )
+        if name and (why := worker.adapters.lacks(name, meant)):
+            raise IncompatibleLayout(
+                f"{worker.worker_id} {why}; `tandem doctor` compares the adapters of all workers",
+                reason="OTHER_ADAPTER",
+            )
 
 
 def _first_token(
@@ -207,14 +203,12 @@ def _first_token(
     timed: StepOutput,
     arrived: float,
     first_step: float,
-    prompt: int,
     scores: common_pb2.Logprobs | None,
 ) -> prefill_pb2.PrefillResponse:
     timing = common_pb2.PrefillTiming(
         queue_seconds=first_step - arrived,
         compute_seconds=timed.ended - first_step,
         cached_tokens=sequence.cached,
-        computed_tokens=prompt - sequence.cached,
         unresumed_tokens=sequence.unresumed,
     )
     token = timed.progress.token

@@ -175,7 +175,7 @@ class Router:
             ttl_s=settings.response_ttl_s,
             most_bytes=settings.max_tenant_response_mib * 1024 * 1024,
         )
-        stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
+        stored = StoredResponses(settings, self.response_store, self.offload)
         preparation = ResponsePreparation(stored, self.models)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 

@@ -7,13 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 
 from tandem.errors import InternalError
-from tandem.results import Completion, FinishReason, Piece, TokenLogprob, ToolCall, receipt
+from tandem.results import FINISH_REASONS, Completion, FinishReason, Piece, TokenLogprob, ToolCall, receipt
 from tandem.v1 import common_pb2, generation_pb2
-
-_REASONS: dict[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 class StreamReader:
@@ -171,6 +166,6 @@ def _logprobs(message: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[To
 
 
 def _reason(reason: int) -> FinishReason:
-    if reason not in _REASONS:
+    if reason not in FINISH_REASONS:
         raise InternalError(f"the stream ended for reason {reason}, which this client does not know; upgrade it")
-    return _REASONS[reason]
+    return FINISH_REASONS[reason]

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 from structlog.contextvars import bind_contextvars
 
 from tandem.errors import Cancelled, TandemError
+from tandem.results import FINISH_REASONS, PATHS
 from tandem.settings import Settings
-from tandem.v1 import common_pb2, generation_pb2
+from tandem.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -40,8 +41,6 @@ LAST_EXPORT_TIMEOUT_S = 3.0  # for spans that were not exported when a process e
 MAX_ATTRIBUTE_CHARACTERS = 512
 PHASE_ATTRIBUTE = "tandem.phase"
 PROPAGATED_HEADERS = ("traceparent", "tracestate")
-PATHS = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
-REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class Span:
@@ -287,7 +286,7 @@ def _answer_attributes(finished: generation_pb2.Finished) -> Attributes:
     attributes: dict[str, Any] = {
         names.GEN_AI_RESPONSE_ID: receipt.request_id,
         names.GEN_AI_RESPONSE_MODEL: receipt.adapter or receipt.model,
-        names.GEN_AI_RESPONSE_FINISH_REASONS: [REASONS.get(finished.reason, "unknown")],
+        names.GEN_AI_RESPONSE_FINISH_REASONS: [FINISH_REASONS.get(finished.reason, "unknown")],
         names.GEN_AI_USAGE_INPUT_TOKENS: receipt.prompt_tokens,
         names.GEN_AI_USAGE_OUTPUT_TOKENS: receipt.completion_tokens,
         names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: receipt.cached_tokens,

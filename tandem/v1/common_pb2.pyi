@@ -104,20 +104,18 @@ class TransferReport(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., why: _Optional[str] = ..., converted: _Optional[str] = ...) -> None: ...
 
 class PrefillTiming(_message.Message):
-    __slots__ = ("queue_seconds", "compute_seconds", "cached_tokens", "computed_tokens", "unresumed_tokens", "prepare_seconds")
+    __slots__ = ("queue_seconds", "compute_seconds", "cached_tokens", "unresumed_tokens", "prepare_seconds")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNRESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREPARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     compute_seconds: float
     cached_tokens: int
-    computed_tokens: int
     unresumed_tokens: int
     prepare_seconds: float
-    def __init__(self, queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., unresumed_tokens: _Optional[int] = ..., prepare_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., unresumed_tokens: _Optional[int] = ..., prepare_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerRef(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address")

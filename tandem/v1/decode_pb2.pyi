@@ -69,14 +69,10 @@ class DecodeResponse(_message.Message):
     def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("incarnation", "cached_tokens", "adapter_fingerprint")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("adapter_fingerprint",)
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    incarnation: str
-    cached_tokens: int
     adapter_fingerprint: bytes
-    def __init__(self, incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("position", "token_ids", "first", "logprobs", "prompt_logprobs", "transfer", "preemptions")

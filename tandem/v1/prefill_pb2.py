@@ -26,7 +26,7 @@ from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/sampling.proto\"\xb2\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bskip_blocks\x18\x06 \x01(\r\x12\x13\n\x0blayout_hash\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x17\n\x0fsource_progress\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12#\n\x07\x61\x64\x61pter\x18\x46 \x01(\x0b\x32\x12.tandem.v1.Adapter\"\x90\x01\n\x0fPrefillResponse\x12#\n\x06opened\x18\x01 \x01(\x0b\x32\x11.tandem.v1.OpenedH\x00\x12!\n\x05ready\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ReadyH\x00\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"z\n\x06Opened\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x46 \x01(\x0c\"<\n\x05Ready\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.tandem.v1.ReadyBlock\x12\x0c\n\x04last\x18\x02 \x01(\x08\":\n\nReadyBlock\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x9d\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x06timing\x18\x02 \x01(\x0b\x32\x18.tandem.v1.PrefillTiming\x12%\n\x08logprobs\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12,\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x13.tandem.v1.Logprobs\"V\n\x16ReleaseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x19\n\x17ReleaseTransferResponse\"\x10\n\x0eGetPeerRequest\"\xb2\x01\n\x0fGetPeerResponse\x12\x1d\n\x04peer\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12\x13\n\x0blayout_json\x18\x02 \x01(\t\x12:\n\x08\x61\x64\x61pters\x18\x46 \x03(\x0b\x32(.tandem.v1.GetPeerResponse.AdaptersEntry\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xe4\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nagent_name\x18\x03 \x01(\t\x12\x10\n\x08metadata\x18\x04 \x01(\x0c\x12\x13\n\x0blayout_hash\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\x05\x12\x0e\n\x06memory\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x0c\n\x04\x61lso\x18\x0c \x03(\t\"\x89\x01\n\x0bLinkRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.tandem.v1.LinkOpenH\x00\x12%\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x14.tandem.v1.LinkEntryH\x00\x12%\n\x04send\x18\x03 \x01(\x0b\x32\x15.tandem.v1.SendBlocksH\x00\x42\x07\n\x05\x65vent\"3\n\x0cLinkResponse\x12#\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x14.tandem.v1.LinkEntry\"\x82\x01\n\x08LinkOpen\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x03 \x01(\t\x12\x13\n\x0blayout_hash\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\"\'\n\tLinkEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"G\n\nSendBlocks\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\x06\x62locks\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\x32\xad\x02\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x12X\n\x0fReleaseTransfer\x12!.tandem.v1.ReleaseTransferRequest\x1a\".tandem.v1.ReleaseTransferResponse\x12;\n\x04Link\x12\x16.tandem.v1.LinkRequest\x1a\x17.tandem.v1.LinkResponse(\x01\x30\x01\x12@\n\x07GetPeer\x12\x19.tandem.v1.GetPeerRequest\x1a\x1a.tandem.v1.GetPeerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/sampling.proto\"\xb2\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bskip_blocks\x18\x06 \x01(\r\x12\x13\n\x0blayout_hash\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x17\n\x0fsource_progress\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12#\n\x07\x61\x64\x61pter\x18\x46 \x01(\x0b\x32\x12.tandem.v1.Adapter\"\x90\x01\n\x0fPrefillResponse\x12#\n\x06opened\x18\x01 \x01(\x0b\x32\x11.tandem.v1.OpenedH\x00\x12!\n\x05ready\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ReadyH\x00\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"i\n\x06Opened\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x46 \x01(\x0cJ\x04\x08\x04\x10\x05\"<\n\x05Ready\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.tandem.v1.ReadyBlock\x12\x0c\n\x04last\x18\x02 \x01(\x08\":\n\nReadyBlock\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x9d\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x06timing\x18\x02 \x01(\x0b\x32\x18.tandem.v1.PrefillTiming\x12%\n\x08logprobs\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12,\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x13.tandem.v1.Logprobs\"V\n\x16ReleaseTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x19\n\x17ReleaseTransferResponse\"\x10\n\x0eGetPeerRequest\"\xb2\x01\n\x0fGetPeerResponse\x12\x1d\n\x04peer\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12\x13\n\x0blayout_json\x18\x02 \x01(\t\x12:\n\x08\x61\x64\x61pters\x18\x46 \x03(\x0b\x32(.tandem.v1.GetPeerResponse.AdaptersEntry\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xe4\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nagent_name\x18\x03 \x01(\t\x12\x10\n\x08metadata\x18\x04 \x01(\x0c\x12\x13\n\x0blayout_hash\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\x05\x12\x0e\n\x06memory\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x0c\n\x04\x61lso\x18\x0c \x03(\t\"\x89\x01\n\x0bLinkRequest\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.tandem.v1.LinkOpenH\x00\x12%\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x14.tandem.v1.LinkEntryH\x00\x12%\n\x04send\x18\x03 \x01(\x0b\x32\x15.tandem.v1.SendBlocksH\x00\x42\x07\n\x05\x65vent\"3\n\x0cLinkResponse\x12#\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x14.tandem.v1.LinkEntry\"\x82\x01\n\x08LinkOpen\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x03 \x01(\t\x12\x13\n\x0blayout_hash\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\"\'\n\tLinkEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"G\n\nSendBlocks\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\x06\x62locks\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\x32\xad\x02\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x12X\n\x0fReleaseTransfer\x12!.tandem.v1.ReleaseTransferRequest\x1a\".tandem.v1.ReleaseTransferResponse\x12;\n\x04Link\x12\x16.tandem.v1.LinkRequest\x1a\x17.tandem.v1.LinkResponse(\x01\x30\x01\x12@\n\x07GetPeer\x12\x19.tandem.v1.GetPeerRequest\x1a\x1a.tandem.v1.GetPeerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,35 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLRESPONSE']._serialized_start=398
   _globals['_PREFILLRESPONSE']._serialized_end=542
   _globals['_OPENED']._serialized_start=544
-  _globals['_OPENED']._serialized_end=666
-  _globals['_READY']._serialized_start=668
-  _globals['_READY']._serialized_end=728
-  _globals['_READYBLOCK']._serialized_start=730
-  _globals['_READYBLOCK']._serialized_end=788
-  _globals['_FIRSTTOKEN']._serialized_start=791
-  _globals['_FIRSTTOKEN']._serialized_end=948
-  _globals['_RELEASETRANSFERREQUEST']._serialized_start=950
-  _globals['_RELEASETRANSFERREQUEST']._serialized_end=1036
-  _globals['_RELEASETRANSFERRESPONSE']._serialized_start=1038
-  _globals['_RELEASETRANSFERRESPONSE']._serialized_end=1063
-  _globals['_GETPEERREQUEST']._serialized_start=1065
-  _globals['_GETPEERREQUEST']._serialized_end=1081
-  _globals['_GETPEERRESPONSE']._serialized_start=1084
-  _globals['_GETPEERRESPONSE']._serialized_end=1262
-  _globals['_GETPEERRESPONSE_ADAPTERSENTRY']._serialized_start=1215
-  _globals['_GETPEERRESPONSE_ADAPTERSENTRY']._serialized_end=1262
-  _globals['_PEER']._serialized_start=1265
-  _globals['_PEER']._serialized_end=1493
-  _globals['_LINKREQUEST']._serialized_start=1496
-  _globals['_LINKREQUEST']._serialized_end=1633
-  _globals['_LINKRESPONSE']._serialized_start=1635
-  _globals['_LINKRESPONSE']._serialized_end=1686
-  _globals['_LINKOPEN']._serialized_start=1689
-  _globals['_LINKOPEN']._serialized_end=1819
-  _globals['_LINKENTRY']._serialized_start=1821
-  _globals['_LINKENTRY']._serialized_end=1860
-  _globals['_SENDBLOCKS']._serialized_start=1862
-  _globals['_SENDBLOCKS']._serialized_end=1933
-  _globals['_PREFILLSERVICE']._serialized_start=1936
-  _globals['_PREFILLSERVICE']._serialized_end=2237
+  _globals['_OPENED']._serialized_end=649
+  _globals['_READY']._serialized_start=651
+  _globals['_READY']._serialized_end=711
+  _globals['_READYBLOCK']._serialized_start=713
+  _globals['_READYBLOCK']._serialized_end=771
+  _globals['_FIRSTTOKEN']._serialized_start=774
+  _globals['_FIRSTTOKEN']._serialized_end=931
+  _globals['_RELEASETRANSFERREQUEST']._serialized_start=933
+  _globals['_RELEASETRANSFERREQUEST']._serialized_end=1019
+  _globals['_RELEASETRANSFERRESPONSE']._serialized_start=1021
+  _globals['_RELEASETRANSFERRESPONSE']._serialized_end=1046
+  _globals['_GETPEERREQUEST']._serialized_start=1048
+  _globals['_GETPEERREQUEST']._serialized_end=1064
+  _globals['_GETPEERRESPONSE']._serialized_start=1067
+  _globals['_GETPEERRESPONSE']._serialized_end=1245
+  _globals['_GETPEERRESPONSE_ADAPTERSENTRY']._serialized_start=1198
+  _globals['_GETPEERRESPONSE_ADAPTERSENTRY']._serialized_end=1245
+  _globals['_PEER']._serialized_start=1248
+  _globals['_PEER']._serialized_end=1476
+  _globals['_LINKREQUEST']._serialized_start=1479
+  _globals['_LINKREQUEST']._serialized_end=1616
+  _globals['_LINKRESPONSE']._serialized_start=1618
+  _globals['_LINKRESPONSE']._serialized_end=1669
+  _globals['_LINKOPEN']._serialized_start=1672
+  _globals['_LINKOPEN']._serialized_end=1802
+  _globals['_LINKENTRY']._serialized_start=1804
+  _globals['_LINKENTRY']._serialized_end=1843
+  _globals['_SENDBLOCKS']._serialized_start=1845
+  _globals['_SENDBLOCKS']._serialized_end=1916
+  _globals['_PREFILLSERVICE']._serialized_start=1919
+  _globals['_PREFILLSERVICE']._serialized_end=2220
 # @@protoc_insertion_point(module_scope)

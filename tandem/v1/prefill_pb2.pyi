@@ -47,18 +47,16 @@ class PrefillResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("transfer_id", "generation", "incarnation", "cached_tokens", "adapter_fingerprint")
+    __slots__ = ("transfer_id", "generation", "incarnation", "adapter_fingerprint")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     generation: int
     incarnation: str
-    cached_tokens: int
     adapter_fingerprint: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("blocks", "last")

@@ -458,13 +458,13 @@ async def test_a_stream_does_not_go_on_with_other_content(
     accepted. Without the check the stream would continue."""
     prompt = oracle.prompts(tiny, [20])[0]
     async with inside(adapters=given, prefill=0) as cluster:
-        books = cluster.workers["decode-0"].adapters
-        assert len(await resumed(cluster, prompt, books.fingerprint("red"))) == 4
+        fingerprints = cluster.workers["decode-0"].adapters.fingerprints()
+        assert len(await resumed(cluster, prompt, fingerprints["red"])) == 4
         with pytest.raises(Unavailable, match="another adapter") as caught:
-            await resumed(cluster, prompt, books.fingerprint("blue"))
+            await resumed(cluster, prompt, fingerprints["blue"])
         assert caught.value.reason == "OTHER_ADAPTER"
         monkeypatch.setattr(DecodeServicer, "_check_adapter", lambda self, request: None)
-        assert len(await resumed(cluster, prompt, books.fingerprint("blue"))) == 4
+        assert len(await resumed(cluster, prompt, fingerprints["blue"])) == 4
 
 
 # ---- HTTP

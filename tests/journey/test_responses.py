@@ -249,7 +249,7 @@ BAD: list[tuple[Any, int, str]] = [
     ({"input": []}, 400, "input"),
     ({"input": "\ud800"}, 400, "input"),
     ({"input": "x", "instructions": "\ud800"}, 400, "body"),
-    ({"input": "x", "metadata": {"a": "\ud800"}}, 400, "body"),
+    ({"input": "x", "metadata": {"a": "\ud800"}}, 400, "metadata"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, None),
     ({"input": "x", "model": "gpt-5"}, 404, "model"),
     ({"input": "x", "background": True}, 400, "background"),

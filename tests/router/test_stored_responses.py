@@ -19,7 +19,6 @@ from services.router.frontend.openai.stored_responses import MAX_REFERENCED, Sto
 from services.router.preprocess import json_limits
 from services.router.preprocess.offload import Offload
 from services.router.preprocess.sampling_defaults import Defaults
-from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import Busy, InvalidRequest, NotFound, TooLarge
 
 ID = "resp_" + "0" * 48
@@ -40,15 +39,14 @@ class Store:
 
 def stored(store: Store, most: int = 10**6) -> StoredResponses:
     settings: Any = SimpleNamespace(max_prompt_bytes=most)
-    return StoredResponses(settings, store, RateLimits(None), Offload(1.0))  # type: ignore[arg-type]
+    return StoredResponses(settings, store, Offload(1.0))  # type: ignore[arg-type]
 
 
 def uncounted(_: int) -> None: ...
 
 
 async def page(**query: str) -> Any:
-    request: Any = SimpleNamespace(headers={}, query_params=query)
-    return json.loads(await stored(Store(ITEMS, [])).page(request, ID))
+    return json.loads(await stored(Store(ITEMS, [])).page("", ID, query))
 
 
 @pytest.mark.parametrize("field", ["input", "instructions"])
@@ -160,7 +158,9 @@ async def test_what_a_short_body_refers_to_counts_as_a_body_of_its_tenant() -> N
     async def read(*_: Any) -> tuple[int, Any, None]:
         return 10, body, None
 
-    parts: Any = SimpleNamespace(bodies=counted, read=read, prepared=prepared, respond=lambda *_: None)
+    parts: Any = SimpleNamespace(
+        bodies=counted, read=read, prepared=prepared, respond=lambda *_: None, tenant=lambda _: ""
+    )
     api = ResponsesApi(parts, parts, stored(store), parts, Offload(1.0))
     request: Any = SimpleNamespace(headers={})
     await api.create(request)

@@ -14,6 +14,7 @@ from services.router.preprocess.json_limits import MAX_NUMBERS, out_of_bounds
 from tandem.errors import InvalidRequest
 
 Kind = TypeVar("Kind", bound=BaseModel)
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, and characters of each; OpenAI's bounds
 NotServed = dict[str, tuple[object, ...]]  # fields that are not supported, each with the values that have no effect
 
 
@@ -61,6 +62,17 @@ def check_lengths(fields: dict[str, Any], most_items: Mapping[str, int]) -> None
     for name, most in most_items.items():
         if isinstance(value := fields.get(name), list | dict) and len(value) > most:
             raise out_of_bounds(name, f"{len(value)} long", f"at most {most}")
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises InvalidRequest."""
+    if len(metadata) > MAX_METADATA:
+        raise out_of_bounds("metadata", f"{len(metadata)} entries", f"at most {MAX_METADATA}")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            bound = f"keys of at most {MAX_METADATA_KEY} characters and values of at most {MAX_METADATA_VALUE}"
+            raise out_of_bounds("metadata", "too long in one entry", bound)
+        clean(key + value, "metadata")
 
 
 def clean(text: str, where: str) -> str:

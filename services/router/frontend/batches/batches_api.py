@@ -14,14 +14,13 @@ from starlette.routing import Route
 
 from cluster.state.batch_store import BatchRecord, BatchStore
 from services.router.frontend.batches.batch_runner import BatchRunner
-from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, page_limit, page_of
+from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, page_of
 from services.router.frontend.http_body import BodyReader, BoundedAnswer
-from services.router.frontend.json_body import to_json
+from services.router.frontend.json_body import check_metadata, clean, to_json
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.json_limits import out_of_bounds
 
 WINDOW = "24h"
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # pairs, characters; OpenAI's bounds
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # batches of one page; OpenAI's bounds
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -93,7 +92,7 @@ class BatchesApi:
     async def list(self, request: Request) -> Response:
         """Raises InvalidRequest."""
         query = request.query_params
-        limit = page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE)
+        limit = openai_protocol.page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE)
         tenant = self._bodies.tenant(request)
         page = await self._store.batches(tenant, limit, query.get("after", ""))
         if page is None:
@@ -120,17 +119,8 @@ class BatchesApi:
             raise out_of_bounds("endpoint", "not one for batches", " or ".join(self._endpoints))
         if body.completion_window != WINDOW:
             raise out_of_bounds("completion_window", "not served", WINDOW)
-        metadata = body.metadata or {}
-        if len(metadata) > MAX_METADATA or any(
-            len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for name, value in metadata.items()
-        ):
-            bound = f"up to {MAX_METADATA} names of {MAX_METADATA_KEY} and values of {MAX_METADATA_VALUE} characters"
-            raise out_of_bounds("metadata", "too long", bound)
-        for name, value in (("input_file_id", body.input_file_id), ("metadata", metadata)):
-            try:
-                to_json(value)
-            except UnicodeEncodeError as error:  # a lone surrogate: it could neither be looked up nor shown again
-                raise out_of_bounds(name, "not valid Unicode", "valid Unicode") from error
+        check_metadata(body.metadata or {})
+        clean(body.input_file_id, "input_file_id")
         if (expires := body.output_expires_after) is not None:
             if expires.anchor != "created_at":
                 raise out_of_bounds("output_expires_after.anchor", "unknown", "created_at")

@@ -14,6 +14,7 @@ from cluster.state.batch_store import PIECE_BYTES, BatchStore, FileRecord
 from services.router.frontend.batches.multipart import MAX_FRAMING_BYTES, boundary_of, fields_of
 from services.router.frontend.http_body import BodyReader, BoundedAnswer, BoundedStream
 from services.router.frontend.json_body import to_json
+from services.router.frontend.openai.openai_protocol import page_limit
 from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import TooLarge
 
@@ -113,15 +114,6 @@ def checked_kept_s(value: str, field: str) -> int:
     """Raises InvalidRequest."""
     if not (value.isascii() and value.isdigit() and len(value) <= 7 and MIN_KEPT_S <= int(value) <= MAX_KEPT_S):
         raise out_of_bounds(field, "out of bounds", f"{MIN_KEPT_S} to {MAX_KEPT_S} seconds")
-    return int(value)
-
-
-def page_limit(value: str | None, most: int, default: int) -> int:
-    """Raises InvalidRequest."""
-    if value is None:
-        return default
-    if not (value.isascii() and value.isdigit() and len(value) <= 5 and 1 <= int(value) <= most):
-        raise out_of_bounds("limit", "out of bounds", f"1 to {most}")
     return int(value)
 
 

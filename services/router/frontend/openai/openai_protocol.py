@@ -264,6 +264,15 @@ def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kin
     return json_body.validated(fields, kind)
 
 
+def page_limit(value: str | None, most: int, default: int) -> int:
+    """The query parameter `limit` of a list. Raises InvalidRequest."""
+    if value is None:
+        return default
+    if not (value.isascii() and value.isdigit() and len(value) <= 5 and 1 <= int(value) <= most):
+        raise out_of_bounds("limit", "out of bounds", f"1 to {most}")
+    return int(value)
+
+
 def _prompt(prompt: object, context: int) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": to_bytes(prompt)}

@@ -62,8 +62,8 @@ class ResponsePreparation:
         requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
         encoded, shown = _encoded(items, "input"), _encoded(body.shown(name, requests[0].sampling), "body")
         if body.stores:  # the response repeats what is shown of the request; its answer comes in addition
-            self._stored.check_size(len(encoded) + len(shown))
-        keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
+            self._stored.store.check_size(len(encoded) + len(shown))
+        keep = partial(self._stored.store.put, tenant, response_id, encoded) if body.stores else None
         encoder = ResponsesAnswer(body, response_id, shown, model.tokenizer, keep)
         return Prepared(model, requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 
@@ -93,7 +93,7 @@ class ResponsesApi:
         ]
 
     async def create(self, request: Request) -> Response:
-        tenant = self._stored.tenant(request)
+        tenant = self._bodies.tenant(request)
         request_id = request.headers.get("x-request-id")
         size, body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
         if prepared is None:
@@ -106,7 +106,7 @@ class ResponsesApi:
                 about = (body, request_id, tenant, before, known)
                 prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
-            await self._stored.check()  # now, not after the answer has been computed
+            await self._stored.store.check()  # now, not after the answer has been computed
         return self._endpoint.respond(request, prepared)
 
     def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[int, Responses, Prepared | None]:
@@ -139,21 +139,23 @@ class ResponsesApi:
                     field=name,
                     bound="absent",
                 )
-        return self._read(request, await self._stored.response(request, request.path_params["id"]))
+        tenant = self._bodies.tenant(request)
+        return self._answer(tenant, await self._stored.response(tenant, request.path_params["id"]))
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
-        await self._stored.delete(request, response_id)
+        await self._stored.delete(self._bodies.tenant(request), response_id)
         return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        return self._read(request, await self._stored.page(request, request.path_params["id"]))
+        tenant, response_id = self._bodies.tenant(request), request.path_params["id"]
+        return self._answer(tenant, await self._stored.page(tenant, response_id, request.query_params))
 
-    def _read(self, request: Request, stored: bytes) -> Response:
-        return BoundedAnswer(stored, self._bodies.bodies, self._stored.tenant(request))
+    def _answer(self, tenant: str, stored: bytes) -> Response:
+        return BoundedAnswer(stored, self._bodies.bodies, tenant)
 
     async def cancel(self, request: Request) -> Response:
-        await self._stored.response(request, request.path_params["id"])
+        await self._stored.response(self._bodies.tenant(request), request.path_params["id"])
         raise InvalidRequest(
             "only a response with `background` true can be cancelled, and none is; close the connection instead",
             field="response_id",

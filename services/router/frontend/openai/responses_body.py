@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr, model_validator
 
-from services.router.frontend.json_body import NotServed, check_served, encode
+from services.router.frontend.json_body import NotServed, check_metadata, check_served, encode
 from services.router.frontend.openai.openai_protocol import REST_OF_CONTEXT
 from services.router.frontend.openai.openai_sampling import Int64, List, Sampled, to_bytes
 from services.router.frontend.openai.responses_items import MAX_ITEMS, Item, NewId, chat_messages, read_items
@@ -23,7 +23,6 @@ from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, and characters of each; OpenAI's bounds
 MAX_INCLUDE = 16
 MAX_IDENTIFIER = 512  # characters; OpenAI takes 64. Every response object repeats them
 FORMAT_FIELD = "text.format"
@@ -103,7 +102,7 @@ class Responses(Sampled):
         ones. `known`: the stored items that the input refers to. Raises InvalidRequest, NotFound."""
         if len(self.include or ()) > MAX_INCLUDE:
             raise out_of_bounds("include", f"{len(self.include or ())} long", f"at most {MAX_INCLUDE}")
-        _check_metadata(self.metadata or {})
+        check_metadata(self.metadata or {})
         for name in ("prompt_cache_key", "safety_identifier", "user"):
             if len(getattr(self, name) or "") > MAX_IDENTIFIER:
                 raise out_of_bounds(name, f"{len(getattr(self, name))} characters", f"at most {MAX_IDENTIFIER}")
@@ -193,15 +192,6 @@ class Responses(Sampled):
             "safety_identifier": self.safety_identifier,
             "user": self.user,
         }
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > MAX_METADATA:
-        raise out_of_bounds("metadata", f"{len(metadata)} entries", f"at most {MAX_METADATA}")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            bound = f"keys of at most {MAX_METADATA_KEY} characters and values of at most {MAX_METADATA_VALUE}"
-            raise out_of_bounds("metadata", "too long in one entry", bound)
 
 
 def _of_format(text_format: Any) -> common_pb2.Grammar | None:

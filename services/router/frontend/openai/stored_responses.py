@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request
-
-from cluster.state.response_store import ResponseStore, StoredResponse
+from cluster.state.redis_store import no_such
+from cluster.state.response_store import KEPT, ResponseStore, StoredResponse
 from services.router.frontend.json_body import to_json
+from services.router.frontend.openai.openai_protocol import page_limit
 from services.router.frontend.openai.responses_items import Item, response_of
 from services.router.preprocess import json_limits
 from services.router.preprocess.json_limits import out_of_bounds
 from services.router.preprocess.offload import Offload
-from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import NotFound, TooLarge
 from tandem.settings import Settings
 
@@ -25,45 +24,26 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of one page; OpenAI's bounds
 
 
 class StoredResponses:
-    def __init__(self, settings: Settings, store: ResponseStore, rate_limits: RateLimits, offload: Offload) -> None:
+    def __init__(self, settings: Settings, store: ResponseStore, offload: Offload) -> None:
+        self.store = store
         self._most = settings.max_prompt_bytes
-        self._store = store
-        self._rate_limits = rate_limits
         self._offload = offload
 
-    def tenant(self, request: Request) -> str:
-        """Raises Unauthenticated."""
-        return self._rate_limits.who(request.headers.get("authorization")).name
-
-    async def check(self) -> None:
-        """Raises Unavailable while no response could be stored."""
-        await self._store.check()
-
-    def check_size(self, content: int) -> None:
-        """Raises TooLarge for a response of which already so many bytes are known to be too many to store."""
-        self._store.check_size(content)
-
-    async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
-        await self._store.put(tenant, response_id, input_items, response)
-
-    async def response(self, request: Request, response_id: str) -> bytes:
+    async def response(self, tenant: str, response_id: str) -> bytes:
         """The response object as JSON. Raises NotFound."""
-        return await self._store.response(self.tenant(request), _checked(response_id))
+        return await self.store.response(tenant, _checked(response_id))
 
-    async def delete(self, request: Request, response_id: str) -> None:
+    async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
-        await self._store.delete(self.tenant(request), _checked(response_id))
+        await self.store.delete(tenant, _checked(response_id))
 
-    async def page(self, request: Request, response_id: str) -> bytes:
+    async def page(self, tenant: str, response_id: str, query: Mapping[str, str]) -> bytes:
         """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest."""
-        tenant, query = self.tenant(request), request.query_params
-        limit, newest_first = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
-            raise out_of_bounds("limit", "out of bounds", f"1 to {MAX_PAGE}")
-        if newest_first not in ("asc", "desc"):
+        limit, order = page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE), query.get("order", "desc")
+        if order not in ("asc", "desc"):
             raise out_of_bounds("order", "unknown", "asc or desc")
-        found = await self._store.get(tenant, _checked(response_id))
-        about = (found.input, int(limit), newest_first == "desc", query.get("after"))
+        found = await self.store.get(tenant, _checked(response_id))
+        about = (found.input, limit, order == "desc", query.get("after"))
         return await self._offload.run(tenant, len(found.input), _page, *about)
 
     async def previous(self, tenant: str, response_id: str, more: Callable[[int], None]) -> StoredResponse:
@@ -100,7 +80,7 @@ class StoredResponses:
         return found
 
     async def _bounded(self, tenant: str, response_id: str, field: str, more: Callable[[int], None]) -> StoredResponse:
-        found = await self._store.get(tenant, _checked(response_id))
+        found = await self.store.get(tenant, _checked(response_id))
         more(found.size)
         if found.size > self._most:
             raise TooLarge(
@@ -142,10 +122,5 @@ def _page(encoded: bytes, limit: int, newest_first: bool, after: str | None) -> 
 def _checked(response_id: str) -> str:
     """The id. Raises NotFound if it is not a response's id."""
     if not ID_PATTERN.fullmatch(response_id):
-        raise NotFound(
-            f"{response_id!r:.140} is not the id of a response",
-            reason="NO_SUCH_RESPONSE",
-            field="response_id",
-            bound="the id of a response that is kept",
-        )
+        raise no_such("response", response_id, KEPT)
     return response_id
