@@ -189,14 +189,8 @@ class Client(_Connection):
             return self._ask(unary_calls.submit(requests), span)
 
     def _ask(self, question: Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
-        call = self._channel.unary_unary(
-            question.path,
-            request_serializer=type(question.request).SerializeToString,
-            response_deserializer=question.answer.FromString,
-        )
-        metadata = (*self._metadata, *span.headers)
         try:
-            return question.read(call(question.request, timeout=question.timeout, metadata=metadata))
+            return question.read(self._call(question, span))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

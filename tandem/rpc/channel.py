@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from tandem.errors import InvalidRequest
+from tandem.telemetry.tracing import Span
 from tandem.v1 import generation_pb2, jobs_pb2
 
 DEFAULT_TARGET = "localhost:50051"
@@ -123,3 +124,12 @@ class _Connection:
             request_serializer=jobs_pb2.WatchJobRequest.SerializeToString,
             response_deserializer=jobs_pb2.WatchJobResponse.FromString,
         )
+
+    def _call(self, question: Any, span: Span) -> Any:
+        """The answer to a `unary_calls.Question`; of an AsyncClient to be awaited."""
+        call = self._channel.unary_unary(
+            question.path,
+            request_serializer=type(question.request).SerializeToString,
+            response_deserializer=question.answer.FromString,
+        )
+        return call(question.request, timeout=question.timeout, metadata=(*self._metadata, *span.headers))

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -14,6 +14,8 @@ from tandem.errors import InvalidRequest, TooLarge
 from tandem.rpc.channel import MAX_MESSAGE_BYTES
 from tandem.sampling import SamplingOptions
 from tandem.v1 import generation_pb2, sampling_pb2
+
+M = TypeVar("M")  # a message
 
 Prompt = str | bytes | Iterable[int]
 
@@ -132,6 +134,13 @@ def _set(message: Any, field: str, value: object) -> None:
     except (TypeError, ValueError) as error:
         kind = KINDS[message.DESCRIPTOR.fields_by_name[field].type]
         raise _unencodable(field, value, f"{kind} of seconds" if field.endswith("_seconds") else kind) from error
+
+
+def _filled(message: M, **fields: object) -> M:
+    """The message, with these fields set."""
+    for field, value in fields.items():
+        _set(message, field, value)
+    return message
 
 
 def _set_bytes(message: Any, field: str, text: str | bytes) -> None:

@@ -12,7 +12,7 @@ from tandem import cluster_results, results
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
 from tandem.results import Job, ModelInfo, Receipt
 from tandem.rpc.channel import ADMIN, GENERATION, JOBS
-from tandem.rpc.request_builder import LONGEST_S, _set, _unencodable
+from tandem.rpc.request_builder import LONGEST_S, _filled, _unencodable
 from tandem.telemetry import tracing
 from tandem.v1 import admin_pb2, generation_pb2, jobs_pb2
 
@@ -56,8 +56,7 @@ def call_span(name: str, target: str) -> tracing.Span:
 
 
 def model_info(model: str) -> Question[ModelInfo]:
-    request = generation_pb2.GetModelInfoRequest()
-    _set(request, "model", model)
+    request = _filled(generation_pb2.GetModelInfoRequest(), model=model)
     return Question(f"/{GENERATION}/GetModelInfo", request, generation_pb2.GetModelInfoResponse, results.model_info)
 
 
@@ -84,10 +83,7 @@ def drain(worker_id: str, grace: float) -> Question[Drained]:
 
 
 def load_adapter(name: str, path: str, model: str) -> Question[ServedAdapter]:
-    request = admin_pb2.LoadAdapterRequest()
-    _set(request, "name", name)
-    _set(request, "path", path)
-    _set(request, "model", model)
+    request = _filled(admin_pb2.LoadAdapterRequest(), name=name, path=path, model=model)
     return Question(
         f"/{ADMIN}/LoadAdapter",
         request,
@@ -98,8 +94,7 @@ def load_adapter(name: str, path: str, model: str) -> Question[ServedAdapter]:
 
 
 def unload_adapter(name: str) -> Question[None]:
-    request = admin_pb2.UnloadAdapterRequest()
-    _set(request, "name", name)
+    request = _filled(admin_pb2.UnloadAdapterRequest(), name=name)
     return Question(f"/{ADMIN}/UnloadAdapter", request, admin_pb2.UnloadAdapterResponse, lambda answer: None)
 
 
@@ -115,20 +110,15 @@ def submit(requests: list[generation_pb2.GenerateRequest]) -> Question[list[Job]
 
 
 def get_job(job_id: str) -> Question[Job]:
-    request = jobs_pb2.GetJobRequest()
-    _set(request, "job_id", job_id)
+    request = _filled(jobs_pb2.GetJobRequest(), job_id=job_id)
     return Question(f"/{JOBS}/GetJob", request, jobs_pb2.GetJobResponse, lambda answer: results.job(answer.job))
 
 
 def cancel_job(job_id: str) -> Question[Job]:
-    request = jobs_pb2.CancelJobRequest()
-    _set(request, "job_id", job_id)
+    request = _filled(jobs_pb2.CancelJobRequest(), job_id=job_id)
     return Question(f"/{JOBS}/CancelJob", request, jobs_pb2.CancelJobResponse, lambda answer: results.job(answer.job))
 
 
 def receipts(request_id: str, limit: int, within: float) -> Question[list[Receipt]]:
-    request = admin_pb2.ListReceiptsRequest()
-    _set(request, "request_id", request_id)
-    _set(request, "limit", limit)
-    _set(request, "within_seconds", within)
+    request = _filled(admin_pb2.ListReceiptsRequest(), request_id=request_id, limit=limit, within_seconds=within)
     return Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, results.receipts)

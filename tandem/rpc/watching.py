@@ -10,7 +10,7 @@ import grpc.aio
 from tandem.errors import Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.results import Piece
-from tandem.rpc.request_builder import _set
+from tandem.rpc.request_builder import _filled
 from tandem.rpc.stream_reader import StreamReader
 from tandem.rpc.unary_calls import Question
 from tandem.v1 import jobs_pb2
@@ -28,10 +28,7 @@ class _Watching:
         self.reader = StreamReader(from_token)
 
     def request(self) -> jobs_pb2.WatchJobRequest:
-        request = jobs_pb2.WatchJobRequest()
-        _set(request, "job_id", self._job_id)
-        _set(request, "from_token", self.reader.due)
-        return request
+        return _filled(jobs_pb2.WatchJobRequest(), job_id=self._job_id, from_token=self.reader.due)
 
     def read(self, answer: jobs_pb2.WatchJobResponse) -> Piece | None:
         self._failures = 0

@@ -37,8 +37,8 @@ class Words:
     def named(self, error: TandemError) -> TandemError:
         return error
 
-    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
-        return error.http, b"refused", {}
+    def error_body(self, error: TandemError) -> bytes:
+        return b"refused"
 
     def error_event(self, error: TandemError) -> bytes:
         return b"(error)"
@@ -109,7 +109,7 @@ async def test_control_a_stream_in_time_has_nothing_but_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_refusal_before_anything_was_written_has_its_status(
+async def test_a_refusal_before_anything_was_written_has_its_status_and_headers(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a full queue. The control: of a stream that has said that it goes on, the error is an event."""
@@ -122,6 +122,7 @@ async def test_a_refusal_before_anything_was_written_has_its_status(
     exchange.give(Busy("no room", retry_after=1.0))
     await asyncio.wait_for(exchange.task, 30.0)
     assert exchange.sent[0]["status"] == (200 if late else 429)
+    assert ((b"retry-after", b"1") in exchange.sent[0]["headers"]) is not late
     assert exchange._bodies()[-1] == (b"(error)" if late else b"refused")
 
 

@@ -238,12 +238,12 @@ async def test_arguments_that_the_model_left_unfinished_are_no_smaller_call() ->
 
 
 async def test_a_stream_begins_with_the_first_token_and_ends_with_what_failed() -> None:
-    """Before it an error has its status; after it the error is the last event, without message_stop."""
+    """Before it an error is a body; after it the error is the last event, without message_stop."""
     answer = MessagesAnswer("7", "m", 9)
     started, delta, *_ = events([said("x")])
     assert await answer.stream(0, started) == b""
-    status, body, headers = answer.refusal(NoWorker("nobody", retry_after=2.0))
-    assert (status, json.loads(body)["error"]["type"], headers["retry-after"]) == (503, "overloaded_error", "2")
+    body = answer.error_body(NoWorker("nobody", retry_after=2.0))
+    assert json.loads(body)["error"]["type"] == "overloaded_error"
     assert parsed(await answer.stream(0, delta))[0]["type"] == "message_start"
     (event,) = parsed(answer.error_event(NoWorker("nobody")))
     assert event == {"type": "error", "error": {"type": "overloaded_error", "message": "nobody"}, "request_id": "7"}

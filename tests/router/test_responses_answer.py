@@ -259,10 +259,9 @@ async def test_a_stream_that_breaks_says_that_the_response_failed(error: TandemE
     assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
 
 
-async def test_an_error_before_the_stream_has_its_status() -> None:
+async def test_an_error_before_the_stream_is_a_body() -> None:
     """In OpenAI's shape."""
-    status, body, headers = answer().refusal(Busy("later", retry_after=2.0))
-    assert (status, json.loads(body)["error"]["code"], headers["retry-after"]) == (429, "BUSY", "2")
+    assert json.loads(answer().error_body(Busy("later", retry_after=2.0)))["error"]["code"] == "BUSY"
 
 
 # ---- stored

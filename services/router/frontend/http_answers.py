@@ -17,6 +17,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.router.frontend.openai.openai_errors import error_headers
 from tandem.errors import ResumeFailed, TandemError, Unavailable
 from tandem.grpc_errors import known_errors
 from tandem.tasks import end, forever, merged
@@ -47,8 +48,8 @@ class AnswerEncoder(Protocol):
     async def collect(self, events: Events) -> bytes:
         """The body of an answer without streaming."""
 
-    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
-        """Status, body and headers of an answer that has not begun."""
+    def error_body(self, error: TandemError) -> bytes:
+        """The body of an answer that has not begun."""
 
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun."""
@@ -92,8 +93,8 @@ class Generating(Response, ABC):
         """Of an answer of which nothing has been written."""
         if isinstance(error, ResumeFailed):  # so its client may ask again, as if no token had been generated
             error = Unavailable(error.message, reason=error.reason, retry_after=1.0)
-        status, body, headers = self._answer.refusal(error)
-        await write(send, status, body, {**id_headers(self._request_id), **headers})
+        headers = {**id_headers(self._request_id), **error_headers(error)}
+        await write(send, error.http, self._answer.error_body(error), headers)
 
 
 class Collected(Generating):

@@ -23,7 +23,6 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.anthropic import messages_errors
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode, to_json
-from services.router.frontend.openai.openai_errors import error_headers
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -125,9 +124,8 @@ class MessagesAnswer:
         """The error unchanged: messages_errors.py puts the body's field names into its message."""
         return error
 
-    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
-        """Status, body and headers of an answer that has not begun."""
-        return error.http, messages_errors.error_body(error, self._request_id), error_headers(error)
+    def error_body(self, error: TandemError) -> bytes:
+        return messages_errors.error_body(error, self._request_id)
 
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun. No message_stop follows: the answer is incomplete."""

@@ -100,9 +100,8 @@ class Answer(ABC):
         """The error with the field names of the request."""
         return self._body.named(error)
 
-    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
-        """Status, body and headers of an answer that has not begun."""
-        return error.http, openai_errors.error_body(error), openai_errors.error_headers(error)
+    def error_body(self, error: TandemError) -> bytes:
+        return openai_errors.error_body(error)
 
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun. No [DONE] follows: the answer is incomplete."""
