@@ -237,6 +237,7 @@ async def test_a_request_that_only_some_workers_can_take_keeps_nobody_from_the_o
         behind = asyncio.create_task(once(scheduler, priority=1))
         done, _ = await asyncio.wait({waiting, behind}, timeout=0.3)
         assert done == ({behind} if apart else set())
+        assert scheduler.waiting_tokens() == tokens + (0 if apart else 10)
     assert await asyncio.wait_for(waiting, 30.0) == "decode-1"
     assert (await asyncio.wait_for(behind, 30.0)).decode.worker_id in ("decode-0", "decode-1")
     assert scheduler.waiting() == 0

@@ -39,6 +39,11 @@ class ConstrainedQueue:
     def __len__(self) -> int:
         return len(self._line_of)
 
+    @property
+    def tokens(self) -> int:
+        """The prompt tokens of all its requests."""
+        return sum(waiting.tokens for waiting in self._line_of)
+
     def add(self, waiting: WaitingRequest, line: Hashable) -> None:
         self._lines.setdefault(line, {})[waiting] = None
         self._line_of[waiting] = line

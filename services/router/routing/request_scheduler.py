@@ -139,7 +139,7 @@ class RequestScheduler:
 
     def waiting_tokens(self) -> int:
         """The prompt tokens of waiting requests."""
-        return self._queue.tokens
+        return self._queue.tokens + self._constrained.tokens
 
     def generated(self, tenant: str, tokens: int) -> None:
         """A tenant was sent tokens; tenants that received fewer come first."""
