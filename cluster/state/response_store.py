@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.state.redis_store import RedisStore, no_such
-from tandem.errors import TooLarge
+from tandem.errors import NotFound, TooLarge
 
 KEPT = "responses are forgotten after response_ttl_s, or sooner if newer ones need the room"
 MAX_CONNECTIONS = 8
@@ -121,14 +121,14 @@ class ResponseStore:
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
         if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id])):
-            raise no_such("response", response_id, KEPT)
+            raise no_response(response_id)
 
     async def _fields(self, tenant: str, response_id: str, *names: str) -> list[bytes]:
         async with self._store.connection() as client:
             found: list[bytes | None] = await client.hmget(self._key(tenant, response_id), names)
         known = [value for value in found if value is not None]
         if len(known) < len(names):
-            raise no_such("response", response_id, KEPT)
+            raise no_response(response_id)
         return known
 
     def _key(self, tenant: str, response_id: str) -> str:
@@ -137,3 +137,8 @@ class ResponseStore:
     def _keys(self, tenant: str, response_id: str) -> list[str]:
         about = [f"{self._prefix}:responses:{tenant}", f"{self._prefix}:response-bytes:{tenant}"]
         return [self._key(tenant, response_id), *about]
+
+
+def no_response(response_id: str) -> NotFound:
+    """The error for an id that is not stored."""
+    return no_such("response", response_id, KEPT)

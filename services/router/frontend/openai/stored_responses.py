@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.state.redis_store import no_such
-from cluster.state.response_store import KEPT, ResponseStore, StoredResponse
+from cluster.state.response_store import ResponseStore, StoredResponse, no_response
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai.openai_protocol import page_limit
 from services.router.frontend.openai.responses_items import Item, response_of
@@ -122,5 +121,5 @@ def _page(encoded: bytes, limit: int, newest_first: bool, after: str | None) -> 
 def _checked(response_id: str) -> str:
     """The id. Raises NotFound if it is not a response's id."""
     if not ID_PATTERN.fullmatch(response_id):
-        raise no_such("response", response_id, KEPT)
+        raise no_response(response_id)
     return response_id
