@@ -223,13 +223,18 @@ class EngineThread:
         return watch
 
     async def drop(self, sequence_id: str) -> None:
-        """Ends a sequence and frees its blocks, between two steps. Safe to call twice."""
+        """Ends a sequence and frees its blocks, between two steps. Safe to call twice. An engine that broke frees
+        nothing, and its error is not raised here: it would replace the request's own."""
 
         def end() -> None:
             self._watches.pop(sequence_id, None)
             self.engine.drop(sequence_id)
 
-        await self.call(end)
+        try:
+            await self.call(end)
+        except TandemError:
+            if self.broken is None:
+                raise
 
     # ---- on the engine thread
 

@@ -264,6 +264,16 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
     assert type(raised.value) is failure
 
 
+async def test_a_request_of_an_engine_that_broke_keeps_its_own_error() -> None:
+    """Its clean-up has nothing to free, and raises nothing that would replace it. Other calls fail, as the control."""
+    loop = EngineThread(lambda: IDLE)
+    await loop.built()
+    loop.abandon(Unavailable("it hangs", reason="ENGINE_STUCK"))
+    await loop.drop("mine")
+    with pytest.raises(Unavailable, match="it hangs"):
+        await loop.call(lambda: None)
+
+
 async def test_an_error_comes_after_the_tokens_of_its_own_step() -> None:
     """Drafts may give some before the place where no token is possible; without drafts the client gets these, too."""
     loop, taken = EngineThread(lambda: IDLE), list[int | None]()
