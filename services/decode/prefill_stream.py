@@ -36,6 +36,7 @@ from tandem.errors import (
     StepFailed,
     TandemError,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
     WorkerLost,
 )
@@ -217,8 +218,8 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
         return Unavailable(message, reason="PREFILL_LOST")
     if error.reason in SERVES_OTHERS:
         return Unavailable(message, reason=f"PREFILL_{error.reason}")
-    # It was dead already, restarted, drains, revoked the transfer, or has no room.
-    if isinstance(error, Unavailable | PreconditionFailed | Busy):
+    # It was dead already, restarted, drains, revoked the transfer, has no room, or another cluster_token.
+    if isinstance(error, Unavailable | PreconditionFailed | Busy | Unauthenticated):
         return Unavailable(message, reason="PREFILL_REFUSED")
     return error
 
