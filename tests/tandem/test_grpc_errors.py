@@ -114,8 +114,8 @@ async def test_a_server_that_ends_is_a_lost_peer(server: tuple[grpc.aio.Server, 
 
 
 async def test_a_write_into_a_call_that_has_ended_is_a_lost_peer() -> None:
-    """grpcio puts this status in place of the call's own. The control is another INTERNAL without details: no attempt is
-    made again for it."""
+    """grpcio puts this status in place of the call's own. The control is another INTERNAL without details, for which no
+    attempt is made again."""
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     call: Any = channel.stream_stream("/tandem.v1.PrefillService/Link")()
     call._cython_call.set_internal_error("a write failed")  # as grpcio's `_write` does
