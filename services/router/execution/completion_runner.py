@@ -185,7 +185,10 @@ class CompletionRunner:
                 scheduler.suspect_unless_alone(worker, role)
         elif prefill and error.reason == TRANSFER_FAILED:
             scheduler.avoid(placement.decode, prefill)
-        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
+        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED"):
+            if prefill:
+                scheduler.lost(placement.decode, prefill)
+        elif isinstance(error, IncompatibleLayout):
             if prefill:
                 scheduler.suspect(prefill)
         elif isinstance(error, Unavailable):
