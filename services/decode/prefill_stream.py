@@ -213,7 +213,7 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
     if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded | TransferFailed):
         return type(error)(message, reason=error.reason)
     if isinstance(error, StepFailed):
-        return StepFailed(message, reason="PREFILL_STEP_FAILED")
+        return StepFailed(message, reason=f"PREFILL_{error.reason}")
     if isinstance(error, WorkerLost) and began:
         return Unavailable(message, reason="PREFILL_LOST")
     if error.reason in SERVES_OTHERS:
