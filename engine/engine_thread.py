@@ -101,6 +101,7 @@ SHORT_CONTEXT = 4096  # tokens; attention to longer contexts makes a step longer
 EXPANDING = 0.1  # share of a prompt token's computation: about the maximum for expanding the latent of one token
 GRAMMAR_S, GRAMMAR_TOKEN_S = 5.0, 0.05  # for each sequence with a mask, and for each token that it has to match first
 BY_A_STEP = ("ENGINE_BROKEN", "ENGINE_STUCK")  # reasons that the step's sequences may have caused
+SHARED_STEP_FAILED = "SHARED_STEP_FAILED"  # reason of a StepFailed: which of several sequences is at fault is not known
 CALL_S = 30.0  # for a call between two steps; loading an adapter takes longest
 
 
@@ -223,13 +224,18 @@ class EngineThread:
         return watch
 
     async def drop(self, sequence_id: str) -> None:
-        """Ends a sequence and frees its blocks, between two steps. Safe to call twice."""
+        """Ends a sequence and frees its blocks, between two steps. Safe to call twice. An engine that broke frees
+        nothing, and its error is not raised here: it would replace the request's own."""
 
         def end() -> None:
             self._watches.pop(sequence_id, None)
             self.engine.drop(sequence_id)
 
-        await self.call(end)
+        try:
+            await self.call(end)
+        except TandemError:
+            if self.broken is None:
+                raise
 
     # ---- on the engine thread
 
@@ -371,10 +377,11 @@ class EngineThread:
             self._answer(future, error=error)
         guilty = self._doing == "step" and error.reason in BY_A_STEP
         in_step = {chunk.sequence.id for chunk in self.engine.plan} if guilty else set()
+        reason = StepFailed.default_reason if len(in_step) == 1 else SHARED_STEP_FAILED
         watches = dict(self._watches)
         self._watches.clear()
         for sequence_id, watch in watches.items():
-            own = StepFailed(f"the step with this request failed: {error.message}")
+            own = StepFailed(f"the step with this request failed: {error.message}", reason=reason)
             watch._loop.call_soon_threadsafe(watch._fail, own if sequence_id in in_step else error)
 
 

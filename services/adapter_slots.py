@@ -23,7 +23,7 @@ from engine.core.sequence import LoraSlot
 from engine.engine_thread import EngineThread
 from engine.loading import lora_loader
 from engine.runner.lora import Adapter
-from services.runtime_adapters import RuntimeAdapters
+from services.runtime_adapters import READING, RuntimeAdapters
 from tandem.errors import Busy, NotFound
 from tandem.tasks import end, failed
 
@@ -158,13 +158,17 @@ class AdapterSlots:
                 self._closed.clear()
         named = set(self.fingerprints().values())
         idle = (slot for slot in self._slots if slot.idle)
-        return min(idle, key=lambda one: (one.adapter is not None, one.fingerprint in named, one.last_used))
+        # A slot whose load failed has nothing that is needed.
+        return min(
+            idle, key=lambda one: (one.adapter is not None and not one.failed, one.fingerprint in named, one.last_used)
+        )
 
     async def _load(self, slot: _Slot) -> None:
         assert self._lora is not None
         assert slot.adapter is not None
         model, name = self._loop.engine.model, slot.adapter.name
         before = self._lora.slots[slot.number]
-        adapter = await asyncio.to_thread(lora_loader.read_again, slot.adapter)
+        reading = asyncio.get_running_loop().run_in_executor(READING, lora_loader.read_again, slot.adapter)
+        adapter = await reading
         await self._loop.call(lambda: model.put_adapter(slot.number, adapter))  # between two steps
         log.info("adapter.loaded", adapter=name, slot=slot.number, instead_of=before.name if before else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 
@@ -30,6 +31,8 @@ log = structlog.get_logger(__name__)
 PREPARED_S = 60.0  # that a prepared adapter is kept until the registry lists it
 RETRY_S = 30.0  # before a listed adapter that could not be read is tried again
 MAX_PATH = 4096  # characters
+# Reads the files of adapters. A file system that hangs must not hold asyncio's own threads, which digest KV.
+READING = ThreadPoolExecutor(2, "adapter")
 
 
 class RuntimeAdapters(AdapterFollower):
@@ -63,7 +66,8 @@ class RuntimeAdapters(AdapterFollower):
         if name in self._lora.known:
             raise adapter_list.taken(name)
         async with self._reading_one:
-            adapter = await asyncio.to_thread(_read, self._lora, self._root, name, path)
+            reading = asyncio.get_running_loop().run_in_executor(READING, _read, self._lora, self._root, name, path)
+            adapter = await reading
         self._keep(adapter, PREPARED_S)
         return adapter
 

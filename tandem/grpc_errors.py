@@ -37,6 +37,8 @@ Metadata = Mapping[str, str | bytes]
 Guard = Callable[[str, Metadata], None]
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes have no credentials, and reflection reveals no secret
 MESSAGE_BYTES, NAME_BYTES = 1000, 300  # so that errors with all details fit into gRPC's trailers
+# grpcio's message, with the status INTERNAL, for a write into a call that has just ended; it replaces the call's own.
+WRITE_FAILED = "Internal error from Core"
 
 
 def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -92,7 +94,8 @@ def from_rpc(error: grpc.RpcError, *, late: str = "the call timed out") -> Tande
     `late` is the message for a deadline that expired on this side; a peer that noticed it sends its own message.
     """
     code, message = error.code().name, error.details() or ""
-    if code == "UNAVAILABLE" and not _details(error):  # from gRPC, not from a Tandem server, so the peer is gone
+    # Without details it is from gRPC and not from a Tandem server, so the peer is gone.
+    if not _details(error) and (code == "UNAVAILABLE" or (code, message) == ("INTERNAL", WRITE_FAILED)):
         return WorkerLost(message or "the connection was lost")
     if code == "DEADLINE_EXCEEDED" and not _details(error):
         return DeadlineExceeded(late)

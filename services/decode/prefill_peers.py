@@ -115,8 +115,8 @@ class PrefillPeers:
             for link in [link for key, link in self._links.items() if key not in records and not link.users]:
                 await self._forget(link)
             for incarnation, record in records.items():
-                if incarnation not in self._links:
-                    link = self._link(incarnation, record.address)
+                link = self._link(incarnation, record.address)  # a request may have made it before
+                if link.warming is None:
                     link.warming = once(self._warm(link), name=f"warm {record.worker_id}")
             self._channels.keep_only({link.address for link in self._links.values()})
 
@@ -178,18 +178,18 @@ class PrefillPeers:
         while True:
             try:
                 source = await self._get(link)
-            except TandemError as error:
-                log.warning("source.not_connected", source=link.incarnation[0], error=error.message)
-                return
-            try:
                 if self._compare is not None:
                     await self._compare(source.peer)
                 return
-            except Busy as error:  # others are measured, or no local block is free: no information about this link
+            except TandemError as error:
+                # A link whose connection failed is verified in the background.
+                later = isinstance(error, TransferFailed) and link.failed is not None
+                # Others are measured, no local block is free, or the worker does not answer yet.
+                later = later or isinstance(error, Busy | WorkerLost)
+                if not later:  # requests detect by themselves whether KV arrives
+                    log.warning("source.not_measured", source=link.incarnation[0], error=error.message)
+                    return
                 log.info("source.not_measured_yet", source=link.incarnation[0], error=error.message)
-            except TandemError as error:  # requests detect by themselves whether KV arrives
-                log.warning("source.not_measured", source=link.incarnation[0], error=error.message)
-                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, VERIFY_MAX_S)
 

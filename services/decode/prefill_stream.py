@@ -36,6 +36,7 @@ from tandem.errors import (
     StepFailed,
     TandemError,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
     WorkerLost,
 )
@@ -212,13 +213,13 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
     if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded | TransferFailed):
         return type(error)(message, reason=error.reason)
     if isinstance(error, StepFailed):
-        return StepFailed(message, reason="PREFILL_STEP_FAILED")
+        return StepFailed(message, reason=f"PREFILL_{error.reason}")
     if isinstance(error, WorkerLost) and began:
         return Unavailable(message, reason="PREFILL_LOST")
     if error.reason in SERVES_OTHERS:
         return Unavailable(message, reason=f"PREFILL_{error.reason}")
-    # It was dead already, restarted, drains, revoked the transfer, or has no room.
-    if isinstance(error, Unavailable | PreconditionFailed | Busy):
+    # It was dead already, restarted, drains, revoked the transfer, has no room, or another cluster_token.
+    if isinstance(error, Unavailable | PreconditionFailed | Busy | Unauthenticated):
         return Unavailable(message, reason="PREFILL_REFUSED")
     return error
 

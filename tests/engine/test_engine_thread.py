@@ -242,13 +242,21 @@ async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> Non
     loop.stop()
 
 
-@pytest.mark.parametrize(("reason", "failure"), [("ENGINE_STUCK", StepFailed), ("TRANSPORT_BROKEN", Unavailable)])
+@pytest.mark.parametrize(
+    ("reason", "others", "failure"),
+    [
+        ("ENGINE_STUCK", [], "STEP_FAILED"),
+        ("ENGINE_STUCK", ["other"], "SHARED_STEP_FAILED"),
+        ("TRANSPORT_BROKEN", [], "TRANSPORT_BROKEN"),
+    ],
+)
 async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
-    reason: str, failure: type[Exception]
+    reason: str, others: list[str], failure: str
 ) -> None:
-    """A router counts StepFailed towards poison; a transport that broke during the step is not a request's fault."""
+    """A router counts StepFailed towards poison, as proof where the sequence was the only one; a transport that broke
+    during the step is not a request's fault."""
     engine: Any = SimpleNamespace(
-        plan=[Chunk(SimpleNamespace(id="mine"), 1)],  # type: ignore[arg-type]
+        plan=[Chunk(SimpleNamespace(id=name), 1) for name in ("mine", *others)],  # type: ignore[arg-type]
         has_work=False,
         masks=NO_MASKS,
         ranks=None,
@@ -261,7 +269,18 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
     async with asyncio.timeout(60):
         with pytest.raises(Unavailable) as raised:
             await watch.next()
-    assert type(raised.value) is failure
+    assert raised.value.reason == failure
+    assert isinstance(raised.value, StepFailed) == (reason == "ENGINE_STUCK")
+
+
+async def test_a_request_of_an_engine_that_broke_keeps_its_own_error() -> None:
+    """Its clean-up has nothing to free, and raises nothing that would replace it. Other calls fail, as the control."""
+    loop = EngineThread(lambda: IDLE)
+    await loop.built()
+    loop.abandon(Unavailable("it hangs", reason="ENGINE_STUCK"))
+    await loop.drop("mine")
+    with pytest.raises(Unavailable, match="it hangs"):
+        await loop.call(lambda: None)
 
 
 async def test_an_error_comes_after_the_tokens_of_its_own_step() -> None:

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.state.registry import State
+from services.router.execution.poison_requests import Loss, PoisonRequests
 from services.watchdog import EXIT_STATUS, Watchdog
 from services.worker import Worker
 from tandem.errors import InternalError, TandemError
@@ -133,6 +134,20 @@ async def test_a_prompt_whose_step_hangs_is_placed_again(inside: Any, tiny: Path
         with Block(victim):
             assert await Streams(cluster, tiny).run() == plain
             assert (await left(victim)).reason == "ENGINE_STUCK"
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_request_whose_step_hangs_counts_towards_poison(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The router learns that the step failed with it, and not only that a worker does not serve any more."""
+    losses = list[Loss]()
+    monkeypatch.setattr(PoisonRequests, "lost", lambda self, request, loss: losses.append(loss))
+    async with inside(**{"prefill": 0, "decode": 1, role: 2}, hung_step_s=HUNG_STEP_S) as cluster:
+        with Block(cluster.workers[f"{role}-0"]):
+            prompts = oracle.prompts(tiny, [20] * 4)
+            await asyncio.gather(*(cluster.client.generate(one, max_tokens=4, ignore_eos=True) for one in prompts))
+    assert f"{role}-0" in {loss.worker_id for loss in losses if loss.failed_step}
 
 
 async def test_a_worker_whose_transport_broke_leaves(inside: Any, tiny: Path, plain: list[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import SecretStr
 from services import cluster_credentials
 from services.grpc_server import Channels
 from tandem.errors import SettingsError, Unauthenticated
-from tandem.grpc_errors import from_rpc
+from tandem.grpc_errors import WRITE_FAILED, from_rpc
 from tandem.settings import Settings, load
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.journey.conftest import both_transports
@@ -44,10 +45,7 @@ def calls(decode: Any, prefill: Any, prompt: list[int]) -> dict[str, Callable[[]
     }
 
 
-WRITE_FAILED = "Internal error from Core"
-"""What grpc.aio says in one of a thousand calls under load, in place of the status: the call ended before its first
-request was written. It tells nothing about the worker, so such a call is made again."""
-TRIES = 5
+TRIES = 5  # one of a thousand calls under load ends before its first request is written, which hides its status
 
 
 async def first(begin: Callable[[], Any]) -> Any:
@@ -111,6 +109,20 @@ async def test_control_without_a_token_a_stranger_is_served(inside: Any, tiny: P
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         assert set((await refusals(cluster, None, prompt)).values()) == {False}
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_worker_with_another_token_fails_no_request(inside: Any, tiny: Path, role: str) -> None:
+    """As while the token is changed: the client's key is right, and other workers serve."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(cluster_token=TOKEN) as cluster:
+        cluster.settings = cluster.settings.model_copy(update={"cluster_token": OTHER})
+        await cluster.start_worker(f"{role}-1")
+        await cluster.seen(3)
+        asked = (cluster.client.generate(prompt, max_tokens=8, ignore_eos=True) for _ in range(4))
+        answers = await asyncio.gather(*asked)
+        assert [one.token_ids for one in answers] == [oracle.greedy(tiny, prompt, 8)] * 4
+        assert {getattr(one.receipt, f"{role}_worker") for one in answers} == {f"{role}-0"}
 
 
 def test_a_worker_in_a_network_needs_a_token() -> None:

@@ -31,6 +31,7 @@ from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
+from tests.router.scheduling import once, seen, two
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
@@ -344,12 +345,36 @@ def test_a_worker_that_cannot_load_an_adapter_is_avoided_for_this_request_only(
     reason: str, unsuited: list[str], suspected: list[str]
 ) -> None:
     """All other tenants are served there. The control: one that fails whatever it is asked gets nothing for a while."""
-    seen = list[str]()
-    scheduler: Any = SimpleNamespace(suspect=lambda worker: seen.append(worker.worker_id))
+    failed = list[str]()
+    scheduler: Any = SimpleNamespace(
+        suspect=lambda worker: failed.append(worker.worker_id),
+        lost=lambda _, prefill: failed.append(prefill.worker_id),
+    )
     nothing: Any = None
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1]))
     request = build_request(asked, Tokenizer(None, None), MODEL)
     runner = CompletionRunner(Settings(model="toy"), scheduler, nothing, nothing, nothing)
     placement = Placement(DECODE, replace(DECODE, worker_id="prefill-0"))
     runner._blame(Unavailable("it could not", reason=reason), placement, request)
-    assert ([worker_id for worker_id, _ in request.unsuited], seen) == (unsuited, suspected)
+    assert ([worker_id for worker_id, _ in request.unsuited], failed) == (unsuited, suspected)
+
+
+async def test_a_decode_worker_that_reaches_no_prefill_worker_leaves_them_to_the_others() -> None:
+    """The first one that it loses gets no prompts, which protects the others from a dead one. Once it has not reached a
+    second one, its own connection is the likelier cause."""
+    scheduler = RequestScheduler(seen(*two("decode"), *two("prefill")), 5.0, RoutingConfig(local="never"))
+    one, other = [await once(scheduler) for _ in range(2)]
+    assert one.prefill
+    assert other.prefill
+    assert one.prefill.worker_id != other.prefill.worker_id
+    nothing: Any = None
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    runner = CompletionRunner(Settings(model="toy"), scheduler, nothing, nothing, nothing)
+    paths = list[set[tuple[str, str]]]()
+    for prefill in (one.prefill, other.prefill):
+        runner._blame(Unavailable("no connection", reason="PREFILL_REFUSED"), Placement(one.decode, prefill), request)
+        found = [await once(scheduler) for _ in range(4)]
+        paths.append({(each.decode.worker_id, each.prefill.worker_id) for each in found if each.prefill})
+    assert {prefill for _, prefill in paths[0]} == {other.prefill.worker_id}
+    assert paths[1] == {(other.decode.worker_id, other.prefill.worker_id)}

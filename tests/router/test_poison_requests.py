@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from services.router.execution import poison_check, poison_requests
 from services.router.execution.poison_check import PoisonCheck, _loss
 from services.router.execution.poison_requests import POISON_S, Loss, PoisonRequests, identity
 from services.router.preprocess.request import Request
-from tandem.errors import InternalError, Unavailable
+from tandem.errors import InternalError, StepFailed, Unavailable
 from tandem.v1 import sampling_pb2
 
 
@@ -258,3 +260,22 @@ def test_a_request_that_waited_to_begin_alone_was_not_alone(reason: str, alone: 
     counted = _loss(Unavailable("lost", reason=reason), PLACEMENT, 0.0, True)
     assert counted is not None
     assert counted.alone == alone
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize(("reason", "proof"), [("SHARED_STEP_FAILED", False), ("STEP_FAILED", True)])
+def test_a_step_that_others_shared_is_no_proof(role: str, reason: str, proof: bool) -> None:
+    """A request whose step hung at two workers beside one that is poison begins alone, and is answered. The control: it
+    was the only one in both steps."""
+    error = StepFailed("", reason=f"PREFILL_{reason}" if role == "prefill" else reason)
+    kept = PoisonRequests(all_ended)
+    for index in range(2):
+        roles = {name: SimpleNamespace(worker_id=f"{name}-{index}", incarnation="a") for name in ("decode", "prefill")}
+        placement: Any = SimpleNamespace(**roles)
+        counted = _loss(error, placement, float(index), False)
+        assert counted is not None
+        assert counted.worker_id == f"{role}-{index}"
+        kept.lost(b"beside", replace(counted, at=float(index)))
+    assert kept.suspected(b"beside", 1.0)
+    with pytest.raises(InternalError) if proof else nullcontext():
+        kept.check(b"beside", 1.0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.loading import lora_loader
 from services.adapter_slots import AdapterSlots
-from tandem.errors import Busy
+from tandem.errors import Busy, CheckpointRefused
 from tests.support.waiting import until
 
 NAMES = ("red", "green", "blue")
@@ -102,3 +105,47 @@ async def test_a_request_that_needs_a_slot_gets_one_however_many_find_theirs_loa
         with pytest.raises(Busy):
             async with slots.held("blue"):
                 pass
+
+
+async def test_requests_for_an_adapter_that_cannot_be_loaded_take_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: each tries again in the slot that the last one could not fill, so that idle adapters of
+    others stay loaded."""
+    slots, loads = slots_of(monkeypatch, timeout_s=60.0), list[str]()
+
+    async def load(self: AdapterSlots, slot: Any) -> None:
+        loads.append(slot.adapter.name)
+        if slot.adapter.name == "blue":
+            raise CheckpointRefused("its folder has changed")
+
+    monkeypatch.setattr(AdapterSlots, "_load", load)
+    for name in ("red", "blue", "blue", "red"):
+        with pytest.raises(CheckpointRefused) if name == "blue" else nullcontext():
+            async with slots.held(name):
+                pass
+    assert loads == ["red", "blue", "blue"]
+
+
+async def test_an_adapter_whose_file_cannot_be_read_holds_up_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of KV are computed on asyncio's own threads. A file system that hangs holds none of them."""
+    reading, over = threading.Event(), threading.Event()
+
+    def read_again(_: Any) -> None:
+        reading.set()
+        over.wait(SOON_S)
+        raise CheckpointRefused("it was not there")
+
+    monkeypatch.setattr(lora_loader, "read_again", read_again)
+    load = AdapterSlots._load
+    slots = slots_of(monkeypatch, timeout_s=60.0)
+    monkeypatch.setattr(AdapterSlots, "_load", load)
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        async with AsyncExitStack() as held:
+            asking = asyncio.create_task(held.enter_async_context(slots.held("red")))
+            try:
+                await until(reading.is_set, SOON_S)
+                async with asyncio.timeout(SOON_S / 2):
+                    await asyncio.to_thread(lambda: None)
+            finally:
+                over.set()
+                await asyncio.gather(asking, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from typing import Any
 
 import grpc
 import pytest
@@ -110,6 +111,20 @@ async def test_a_server_that_ends_is_a_lost_peer(server: tuple[grpc.aio.Server, 
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(task, 10)
     await channel.close()
+
+
+async def test_a_write_into_a_call_that_has_ended_is_a_lost_peer() -> None:
+    """grpcio puts this status in place of the call's own. The control is another INTERNAL without details, for which no
+    attempt is made again."""
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    call: Any = channel.stream_stream("/tandem.v1.PrefillService/Link")()
+    call._cython_call.set_internal_error("a write failed")  # as grpcio's `_write` does
+    with pytest.raises(WorkerLost), calling("prefill-0"):
+        await call.read()
+    await channel.close()
+    nothing = grpc.aio.Metadata()
+    other = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Received RST_STREAM with error code 2")
+    assert type(from_rpc(other)) is InternalError
 
 
 async def test_a_cancellation_that_is_meant_passes(server: tuple[grpc.aio.Server, str]) -> None:

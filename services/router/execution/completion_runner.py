@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from services.router.execution.completion import Completion
-from services.router.execution.poison_check import DECODE_UNREACHABLE, PREFILL_STEP_FAILED, PoisonCheck
+from services.router.execution.poison_check import DECODE_UNREACHABLE, PoisonCheck
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT, StreamMuxes
 from services.router.preprocess.request import Request
@@ -180,12 +180,15 @@ class CompletionRunner:
             of_prefill = isinstance(error, IncompatibleLayout) or error.reason.startswith("PREFILL")
             request.unsuited.add((prefill if prefill and of_prefill else placement.decode).identity)
         elif isinstance(error, StepFailed):
-            worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP_FAILED else (placement.decode, "decode")
+            worker, role = (prefill, "prefill") if error.reason.startswith("PREFILL") else (placement.decode, "decode")
             if worker:
                 scheduler.suspect_unless_alone(worker, role)
         elif prefill and error.reason == TRANSFER_FAILED:
             scheduler.avoid(placement.decode, prefill)
-        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
+        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED"):
+            if prefill:
+                scheduler.lost(placement.decode, prefill)
+        elif isinstance(error, IncompatibleLayout):
             if prefill:
                 scheduler.suspect(prefill)
         elif isinstance(error, Unavailable):

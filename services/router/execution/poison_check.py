@@ -17,7 +17,8 @@ from tandem.errors import InternalError, StepFailed, TandemError
 log = structlog.get_logger(__name__)
 
 # Reasons of errors (services/decode/prefill_stream.py, services/router/execution/completion_runner.py).
-PREFILL_STEP_FAILED, PREFILL_REFUSED = "PREFILL_STEP_FAILED", "PREFILL_REFUSED"
+PREFILL_REFUSED = "PREFILL_REFUSED"
+SHARED_STEP_FAILED = "SHARED_STEP_FAILED"  # likewise (engine/engine_thread.py)
 DECODE_UNREACHABLE = "DECODE_UNREACHABLE"  # the worker has not admitted the request
 LOST = ("DECODE_LOST", DECODE_UNREACHABLE, "PREFILL_LOST", PREFILL_REFUSED)
 
@@ -72,11 +73,9 @@ def _loss(error: TandemError, placement: Placement, began: float, alone: bool) -
     alone = alone and error.reason != DECODE_UNREACHABLE
     if error.reason not in LOST and not isinstance(error, StepFailed):
         return None
-    worker = (
-        placement.prefill
-        if error.reason in ("PREFILL_LOST", PREFILL_REFUSED, PREFILL_STEP_FAILED)
-        else placement.decode
-    )
+    worker = placement.prefill if error.reason.startswith("PREFILL") else placement.decode
     if worker is None:
         return None
-    return Loss(worker.worker_id, worker.incarnation, began, monotonic(), isinstance(error, StepFailed), alone)
+    shared = error.reason.endswith(SHARED_STEP_FAILED)
+    failed_step = isinstance(error, StepFailed)
+    return Loss(worker.worker_id, worker.incarnation, began, monotonic(), failed_step, alone, shared)

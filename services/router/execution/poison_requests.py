@@ -7,7 +7,7 @@ machine or a pool fails, count as one: a second loss counts only if the request 
 
     one worker lost     an accident: the request is placed again like any other
     two                 a suspicion: the request begins alone, on one decode worker (services/decode/begin_gate.py)
-    one more while it began alone, two more in any case, or two whose engines failed in a step with it
+    one more while it began alone, two more in any case, or two whose engines failed in a step with it only
                         poison: neither this request nor the same one, sent again, is tried for a while
 
 One request beside it that is poison ends three workers, so a fourth is not that one's.
@@ -49,6 +49,7 @@ class Loss:
     at: float  # likewise: when the worker was lost
     failed_step: bool = False
     alone: bool = False  # no other request began there
+    shared: bool = False  # the step that failed had other requests, too, one of which may be at fault
 
 
 class PoisonRequests:
@@ -89,7 +90,8 @@ class PoisonRequests:
         """Raises InternalError if the request must not be tried now."""
         lost, _ = self._counted(request, now)
         proved = len(lost) > SUSPECT_LOST and any(loss.alone for loss in lost)
-        if proved or len(lost) >= POISON_LOST or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
+        failed_steps = sum(loss.failed_step and not loss.shared for loss in lost)
+        if proved or len(lost) >= POISON_LOST or failed_steps >= SUSPECT_LOST:
             raise InternalError(
                 f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or at"
                 f" least {POISON_LOST}, or their engines failed in a step with it; it is refused for {POISON_S:.0f} s,"

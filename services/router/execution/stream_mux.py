@@ -18,14 +18,15 @@ from typing import Any
 
 from services.grpc_server import Channels
 from services.router.routing.placement import WorkerSnapshot
-from tandem.errors import TandemError, WorkerLost
+from tandem.errors import TandemError, Unauthenticated, WorkerLost
 from tandem.grpc_errors import calling, known_errors
 from tandem.tasks import end, fail, once
 from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
-NOT_SENT = "NOT_SENT"  # reason of an error: no connection could be made, so the worker has not seen the request
+# Reason of an error: the worker has not seen the request, as no connection could be made, or it has another token
+NOT_SENT = "NOT_SENT"
 IDLE_CLOSE_S = 30.0  # without a stream; then the feed is closed, so a router has feeds only to workers that serve it
 OnEvent = Callable[[decode_pb2.DecodeResponse], bool]  # returns True at the end of the stream
 END_WAIT_S = 5.0  # that the end of a stream may take after its call has ended without an error
@@ -171,7 +172,7 @@ class StreamMuxes:
         try:
             with calling(worker.worker_id):
                 mux = await self.of(worker)
-        except WorkerLost as error:
+        except (WorkerLost, Unauthenticated) as error:
             raise WorkerLost(error.message, reason=NOT_SENT) from error
         with mux.substream() as substream, calling(worker.worker_id):
             request.feed_id, request.lane = substream.feed_id, substream.number

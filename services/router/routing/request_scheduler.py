@@ -188,6 +188,14 @@ class RequestScheduler:
         self._avoided[decode.identity, prefill.identity] = now + SUSPECT_S
         self._dispatch_after(SUSPECT_S)
 
+    def lost(self, decode: WorkerSnapshot, prefill: WorkerSnapshot) -> None:
+        """The decode worker lost its prefill worker, or did not reach it. Others get no prompts from that one either,
+        unless the decode worker has just lost another one: its own connection is the likelier cause then."""
+        before = set(self._avoided_by(decode)) - {prefill.worker_id}
+        self.avoid(decode, prefill)
+        if not before:
+            self.suspect(prefill)
+
     def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None, spent_s: float) -> float:
         """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
         even an immediate start would be too late."""
