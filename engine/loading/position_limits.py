@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -68,6 +68,22 @@ def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
         raise CheckpointRefused(
             "attn_temperature_tuning scales queries by their place in the packed batch instead of their position, so "
             "one request would change another's answer; it cannot be served"
+        )
+
+
+def check_windows(config: PreTrainedConfig, seen: set[int], max_model_len: int) -> None:
+    """Raises CheckpointRefused where transformers' cache drops K and V that the model's attention sees. The cache
+    follows a window in the config, whether or not the masks of the model do. `seen`: the windows and chunks of the
+    attention calls."""
+    layers: list[Any] = DynamicCache(config=config).layers
+    kept = {layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")}
+    first = min(kept - seen, default=max_model_len)
+    if first < max_model_len:
+        shorter = f", or set max_model_len to {first} or less" if first >= SHORTEST else ""
+        raise CheckpointRefused(
+            f"by sliding_window or attention_chunk_size in its config, transformers keeps {first} tokens of a sequence,"
+            f" and the attention of {config.model_type} has no such window: the tokens would be others than those of"
+            f" transformers; remove the key from config.json{shorter}"
         )
 
 

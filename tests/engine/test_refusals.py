@@ -319,6 +319,31 @@ def test_temperature_tuning(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_only_the_cache_has(field: str, llama: Path) -> None:
+    """transformers' cache drops K and V beyond a window in the config, although Llama's attention has none. Sequences
+    within the window are served."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, field: 64}))
+    with pytest.raises(CheckpointRefused, match=r"keeps 64 tokens .* set max_model_len to 64 or less"):
+        load(llama)
+    assert load(llama, max_model_len=64).max_model_len == 64
+
+
+def test_control_transformers_drops_beyond_such_a_window(llama: Path) -> None:
+    """From the first token after a longer prompt, its logits are others than those of a forward without a cache."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
+    reference: Any = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32, attn_implementation="eager")
+    tokens = torch.arange(21).unsqueeze(0)
+    with torch.inference_mode():
+        prompt = reference(tokens[:, :20], use_cache=True)
+        after = reference(tokens[:, 20:], past_key_values=prompt.past_key_values).logits[0, -1]
+        whole = reference(tokens, use_cache=False).logits[0]
+    assert torch.allclose(prompt.logits[0, -1], whole[19], atol=1e-4)
+    assert not torch.allclose(after, whole[20], atol=1e-2)
+
+
 @pytest.mark.parametrize("wanted", [0, 1, 1025])
 def test_impossible_length(checkpoint: Checkpoint, wanted: int) -> None:
     """A maximum length that the checkpoint cannot have is an error, not a silent cut."""
