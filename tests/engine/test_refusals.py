@@ -312,6 +312,22 @@ def test_longrope(tmp_path: Path) -> None:
     assert load(folder, max_model_len=256).max_model_len == 256
 
 
+@pytest.mark.parametrize("long_mscale", [1.0, 1.3])
+def test_rotations_that_the_longest_sequence_scales(long_mscale: float, tmp_path: Path) -> None:
+    """PhiMoE's are refused beyond the original length, whatever their type is, and served within it. With two equal
+    scales there is nothing to refuse."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scales = {"short_mscale": 1.0, "long_mscale": long_mscale}
+    sizes = {**SMALL, "max_position_embeddings": 1024, "num_local_experts": 4}
+    folder = save(tmp_path, "phimoe", **sizes, rope_parameters={**rope, **scales})
+    if long_mscale == 1.0:
+        assert load(folder).max_model_len == 1024
+        return
+    with pytest.raises(CheckpointRefused, match="set max_model_len to 256 or less"):
+        load(folder)
+    assert load(folder, max_model_len=256).max_model_len == 256
+
+
 def test_temperature_tuning(tmp_path: Path) -> None:
     """Llama-4's temperature tuning counts places in the packed batch instead of positions, so it is refused."""
     folder = make_checkpoint(tmp_path, "tiny-llama4-text", attn_temperature_tuning=True)
