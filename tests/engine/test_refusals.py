@@ -127,6 +127,20 @@ def test_a_tensor_that_the_model_does_not_take(llama: Path, caplog: pytest.LogCa
     assert "1 tensors that its model does not take, such as model.layers.1.self_attn.q_norm.weight" in caplog.text
 
 
+def test_an_adapter_beside_the_weights(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is left out, and the log says so. Where peft is installed, transformers would add it to the weights, with the
+    fingerprint of the weights alone, so the checkpoint is refused."""
+    plain = load(llama).fingerprint
+    (llama / "adapter_config.json").write_text("{}")
+    assert load(llama).fingerprint == plain
+    assert "has adapter_config.json: its adapter is left out" in caplog.text
+    monkeypatch.setattr("engine.loading.module_loader.is_peft_available", lambda: True)
+    with pytest.raises(CheckpointRefused, match=r"has adapter_config\.json beside .* transformers adds that adapter"):
+        load(llama)
+
+
 @pytest.mark.parametrize("filled", [1.0, 0.0])
 def test_a_bias_that_the_config_switches_off(filled: float, llama: Path) -> None:
     """Is refused by its name, since transformers would leave it out of the layer; one of zeros is left out."""
