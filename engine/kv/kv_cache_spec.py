@@ -127,14 +127,18 @@ def describe(facts: Sequence[CallFacts]) -> str:
     return "\n".join(lines)
 
 
-def smallest_reach(facts: Sequence[CallFacts]) -> int | None:
-    """The smallest window or chunk among the calls, in tokens; None when every call sees everything."""
-    sizes = [
+def reaches(facts: Sequence[CallFacts]) -> set[int]:
+    """The windows and chunks of the calls, in tokens."""
+    return {
         fact.reach.window if isinstance(fact.reach, SlidingWindowSpec) else fact.reach.size
         for fact in facts
         if not isinstance(fact.reach, FullAttentionSpec)
-    ]
-    return min(sizes, default=None)
+    }
+
+
+def smallest_reach(facts: Sequence[CallFacts]) -> int | None:
+    """The smallest window or chunk among the calls, in tokens; None when every call sees everything."""
+    return min(reaches(facts), default=None)
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

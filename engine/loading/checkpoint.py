@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from tandem.checkpoint import folder_of, hub_revision, read_json, weight_files
+from tandem.checkpoint import ADAPTER_CONFIG, folder_of, hub_revision, read_json, weight_files
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ def check_folder(folder: Path) -> list[Path]:
     files = weight_files(folder, told)
     for file in files:
         check_safetensors(file)
+    if (folder / ADAPTER_CONFIG).is_file():
+        log.warning("%s has %s: its adapter is left out, the model's own weights are served", folder, ADAPTER_CONFIG)
     return files
 
 

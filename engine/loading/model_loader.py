@@ -21,6 +21,7 @@ from engine.core import packing_scheme
 from engine.kernels import PLAIN, REFERENCE, described, experts, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kernels.weight_quantization import Packer
+from engine.kv.kv_cache_spec import reaches
 from engine.loading import (
     attention_probe,
     checkpoint,
@@ -34,7 +35,7 @@ from engine.loading.attention_probe import Learnt
 from engine.loading.cut_check import Whole
 from engine.loading.lora_attachment import Wanted
 from engine.loading.module_loader import RankPart, Source
-from engine.loading.position_limits import check_positions, max_length
+from engine.loading.position_limits import check_positions, check_windows, max_length
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.tp_plan import check_plan
 from engine.parallel.weight_cut import Cut
@@ -84,7 +85,7 @@ def load_model(
     module, part = _loaded(source, device, method, format, packer, group, say)
     del source
     whole, part = part and part.expected, part if wanted else None  # it keeps the files open
-    learnt = _learn(module, group, whole, say, bool(wanted), kernels == "auto", kv_dtype)
+    learnt = _learn(module, max_len, group, whole, say, bool(wanted), kernels == "auto", kv_dtype)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=_of_rounded(fingerprint, format, with_experts=_rounds_experts(module, format, group)),
@@ -167,6 +168,7 @@ def _finished(
 
 def _learn(
     module: PreTrainedModel,
+    max_model_len: int,
     group: RankGroup | None,
     whole: Whole | None,
     say: Callable[[str], None],
@@ -182,6 +184,7 @@ def _learn(
     latent = mla.use_latent_pages(module)
     learnt = attention_probe.learn_facts(module, operators and recurrences.available(module.device))
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    check_windows(module.config, reaches(learnt.calls), max_model_len)
     if learnt.mixers:
         say(str(learnt.mixers))
         if adapters:

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_peft_available
 
 from engine.kernels import weight_quantization
 from engine.loading import checkpoint, cut_check, part_loader, quantized_checkpoint
@@ -21,6 +22,7 @@ from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.weight_cut import Cut, cut
+from tandem.checkpoint import ADAPTER_CONFIG
 from tandem.errors import CheckpointRefused
 
 # What transformers raises for a config that it does not take; the last one has its reason as the cause.
@@ -56,6 +58,7 @@ def load_whole(source: Source) -> PreTrainedModel:
     with _loading(folder, config):
         options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
         if packed is None:
+            _check_adapter(folder)
             auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
             module, report = auto.from_pretrained(
                 folder, config=config, trust_remote_code=False, use_safetensors=True, **options
@@ -158,6 +161,17 @@ def _loading(folder: Path, config: PreTrainedConfig) -> Iterator[None]:
     except (*BAD_CONFIG, ImportError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raises CheckpointRefused if transformers would add an adapter in the checkpoint's folder to the weights: it does
+    where peft is installed, and the fingerprint covers no adapter."""
+    if (folder / ADAPTER_CONFIG).is_file() and is_peft_available():
+        raise CheckpointRefused(
+            f"{folder} has {ADAPTER_CONFIG} beside the model's own weights, and where peft is installed, as here,"
+            " transformers adds that adapter to them; uninstall peft to serve the weights alone, or move the adapter"
+            " to a folder of its own, which the setting adapters can name"
+        )
 
 
 def _check_report(source: Source, module: PreTrainedModel, report: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -44,7 +44,7 @@ def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
 def longest_served(config: PreTrainedConfig) -> int | None:
     """The longest sequence that neither `max_length` nor `check_positions` refuses for its length; None: any."""
     text = config.get_text_config()
-    originals = [_original(rope, text) for rope in _rope_parameters(text) if _kind(rope) == LONGROPE]
+    originals = [_original(rope, text) for rope in _rope_parameters(text) if _switches(rope)]
     return min((length for length in (_own_length(config), *originals) if length), default=None)
 
 
@@ -59,15 +59,31 @@ def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
                 "answer; it cannot be served"
             )
         original = _original(rope, text)
-        if kind == LONGROPE and (original is None or max_model_len > original):
+        if _switches(rope) and (original is None or max_model_len > original):
             raise CheckpointRefused(
-                f"rope type longrope switches its frequencies for a whole batch once a sequence is longer than "
+                f"rope type {kind} switches its rotations for a whole batch once a sequence is longer than "
                 f"{original} tokens; set max_model_len to {original} or less (it is {max_model_len})"
             )
     if getattr(text, "attn_temperature_tuning", False):
         raise CheckpointRefused(
             "attn_temperature_tuning scales queries by their place in the packed batch instead of their position, so "
             "one request would change another's answer; it cannot be served"
+        )
+
+
+def check_windows(config: PreTrainedConfig, seen: set[int], max_model_len: int) -> None:
+    """Raises CheckpointRefused where transformers' cache drops K and V that the model's attention sees. The cache
+    follows a window in the config, whether or not the masks of the model do. `seen`: the windows and chunks of the
+    attention calls."""
+    layers: list[Any] = DynamicCache(config=config).layers
+    kept = {layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")}
+    first = min(kept - seen, default=max_model_len)
+    if first < max_model_len:
+        shorter = f", or set max_model_len to {first} or less" if first >= SHORTEST else ""
+        raise CheckpointRefused(
+            f"by sliding_window or attention_chunk_size in its config, transformers keeps {first} tokens of a sequence,"
+            f" and the attention of {config.model_type} has no such window: the tokens would be others than those of"
+            f" transformers; remove the key from config.json{shorter}"
         )
 
 
@@ -78,6 +94,13 @@ def _own_length(config: PreTrainedConfig) -> int | None:
 
 def _kind(rope: dict[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _switches(rope: dict[str, Any]) -> bool:
+    """Whether the rotations of a batch depend on whether its longest sequence is beyond the original length. PhiMoE
+    multiplies those of every type but the default one by either of two scales."""
+    kind = _kind(rope)
+    return kind == LONGROPE or (kind != "default" and rope.get("long_mscale") != rope.get("short_mscale"))
 
 
 def _original(rope: dict[str, Any], text: PreTrainedConfig) -> int | None:

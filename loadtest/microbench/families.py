@@ -81,6 +81,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_MLA_LINEAR, "n_group": 2, "first_k_dense_replace": 1, "num_local_experts": 8},
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+    "moshi": {"sliding_window": CONTEXT},  # of transformers' cache alone: its attention has none
     "zaya": {"router_hidden_size": 16, "num_experts_per_tok": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _SLIDING_MLA),

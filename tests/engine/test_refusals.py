@@ -127,6 +127,20 @@ def test_a_tensor_that_the_model_does_not_take(llama: Path, caplog: pytest.LogCa
     assert "1 tensors that its model does not take, such as model.layers.1.self_attn.q_norm.weight" in caplog.text
 
 
+def test_an_adapter_beside_the_weights(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is left out, and the log says so. Where peft is installed, transformers would add it to the weights, with the
+    fingerprint of the weights alone, so the checkpoint is refused."""
+    plain = load(llama).fingerprint
+    (llama / "adapter_config.json").write_text("{}")
+    assert load(llama).fingerprint == plain
+    assert "has adapter_config.json: its adapter is left out" in caplog.text
+    monkeypatch.setattr("engine.loading.module_loader.is_peft_available", lambda: True)
+    with pytest.raises(CheckpointRefused, match=r"has adapter_config\.json beside .* transformers adds that adapter"):
+        load(llama)
+
+
 @pytest.mark.parametrize("filled", [1.0, 0.0])
 def test_a_bias_that_the_config_switches_off(filled: float, llama: Path) -> None:
     """Is refused by its name, since transformers would leave it out of the layer; one of zeros is left out."""
@@ -312,11 +326,52 @@ def test_longrope(tmp_path: Path) -> None:
     assert load(folder, max_model_len=256).max_model_len == 256
 
 
+@pytest.mark.parametrize("long_mscale", [1.0, 1.3])
+def test_rotations_that_the_longest_sequence_scales(long_mscale: float, tmp_path: Path) -> None:
+    """PhiMoE's are refused beyond the original length, whatever their type is, and served within it. With two equal
+    scales there is nothing to refuse."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scales = {"short_mscale": 1.0, "long_mscale": long_mscale}
+    sizes = {**SMALL, "max_position_embeddings": 1024, "num_local_experts": 4}
+    folder = save(tmp_path, "phimoe", **sizes, rope_parameters={**rope, **scales})
+    if long_mscale == 1.0:
+        assert load(folder).max_model_len == 1024
+        return
+    with pytest.raises(CheckpointRefused, match="set max_model_len to 256 or less"):
+        load(folder)
+    assert load(folder, max_model_len=256).max_model_len == 256
+
+
 def test_temperature_tuning(tmp_path: Path) -> None:
     """Llama-4's temperature tuning counts places in the packed batch instead of positions, so it is refused."""
     folder = make_checkpoint(tmp_path, "tiny-llama4-text", attn_temperature_tuning=True)
     with pytest.raises(CheckpointRefused, match="attn_temperature_tuning"):
         load(folder)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_only_the_cache_has(field: str, llama: Path) -> None:
+    """transformers' cache drops K and V beyond a window in the config, although Llama's attention has none. Sequences
+    within the window are served."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, field: 64}))
+    with pytest.raises(CheckpointRefused, match=r"keeps 64 tokens .* set max_model_len to 64 or less"):
+        load(llama)
+    assert load(llama, max_model_len=64).max_model_len == 64
+
+
+def test_control_transformers_drops_beyond_such_a_window(llama: Path) -> None:
+    """From the first token after a longer prompt, its logits are others than those of a forward without a cache."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
+    reference: Any = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32, attn_implementation="eager")
+    tokens = torch.arange(21).unsqueeze(0)
+    with torch.inference_mode():
+        prompt = reference(tokens[:, :20], use_cache=True)
+        after = reference(tokens[:, 20:], past_key_values=prompt.past_key_values).logits[0, -1]
+        whole = reference(tokens, use_cache=False).logits[0]
+    assert torch.allclose(prompt.logits[0, -1], whole[19], atol=1e-4)
+    assert not torch.allclose(after, whole[20], atol=1e-2)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 1025])
