@@ -228,7 +228,7 @@ class RouterMetrics(Metrics):
         self._ttft.labels(path.removeprefix("PATH_").lower()).observe(receipt.ttft_seconds)
         for phase in receipt.phases:
             self._phase.labels(phase.name).observe(phase.seconds)
-        if receipt.completion_tokens > 1:
+        if receipt.tpot_seconds:
             self._tpot.observe(receipt.tpot_seconds)
         self._prompt.labels("cached").inc(receipt.cached_tokens)
         self._prompt.labels("computed").inc(receipt.prompt_tokens - receipt.cached_tokens)

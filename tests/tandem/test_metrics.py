@@ -101,6 +101,14 @@ def test_a_receipt_is_counted_part_by_part() -> None:
     assert found["tandem_kv_transfer_exposed_seconds_sum",] == 0.01
 
 
+def test_an_attempt_with_one_token_has_no_time_per_token() -> None:
+    """The last token of a job that went on is no token that took no time. The control has a second token."""
+    metrics = of_router()
+    for tpot_s in (0.0, 0.02):
+        metrics.finished(generation_pb2.Receipt(completion_tokens=10, tpot_seconds=tpot_s))
+    assert values(metrics)["tandem_time_per_output_token_seconds_count",] == 1
+
+
 def test_every_sample_says_which_process_it_is_of() -> None:
     """Pool, worker and model, and nothing that grows with the number of requests."""
     with of_router().request() as request:

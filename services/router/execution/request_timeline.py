@@ -187,7 +187,7 @@ class RequestTimeline:
             unresumed_tokens=self._first.prefill.unresumed_tokens,
             ttft_seconds=self._ttft,
             phases=[generation_pb2.Phase(name=name, seconds=seconds) for name, seconds in self._phases()],
-            tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
+            tpot_seconds=after_first / (self._sent - 1) if self._sent > 1 else 0.0,  # of the tokens that came here
             total_seconds=monotonic() - self.arrived,
             transfer=self._transfer(),
             attempts=self.attempts,

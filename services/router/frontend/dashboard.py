@@ -121,7 +121,7 @@ def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
 
 
 def _tpot(receipt: generation_pb2.Receipt) -> float | None:
-    return receipt.tpot_seconds if receipt.completion_tokens > 1 else None
+    return receipt.tpot_seconds or None
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
