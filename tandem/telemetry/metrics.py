@@ -196,7 +196,9 @@ class RouterMetrics(Metrics):
             outcome, reason = "cancelled", error.reason
             raise
         except TandemError as error:
-            outcome, reason = "failed" if isinstance(error, FAILURES) else "refused", error.reason
+            # An error that names valid values asks for another request.
+            of_cluster = isinstance(error, FAILURES) and error.bound is None
+            outcome, reason = "failed" if of_cluster else "refused", error.reason
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "ok" if request.complete else "cancelled"

@@ -15,7 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
+from tandem.errors import (
+    Busy,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorker,
+    SettingsError,
+    TandemError,
+)
 from tandem.settings import Settings
 from tandem.telemetry import exposition, metrics_server
 from tandem.telemetry import metrics as tandem_metrics
@@ -52,6 +61,8 @@ ENDS = [
     (InvalidRequest("x"), ("refused", "INVALID_REQUEST")),
     (Busy("x", reason="OVERLOADED"), ("refused", "OVERLOADED")),
     (NoWorker("x"), ("failed", "NO_WORKER")),
+    (DeadlineExceeded("x"), ("failed", "DEADLINE_EXCEEDED")),
+    (DeadlineExceeded("x", field="deadline", bound="at least 3 s"), ("refused", "DEADLINE_EXCEEDED")),
     (Cancelled("x"), ("cancelled", "CANCELLED")),
     (asyncio.CancelledError(), ("cancelled", "")),
     (GeneratorExit(), ("cancelled", "")),
