@@ -76,6 +76,11 @@ class RequestTimeline:
         """Seconds to the first token; None before that."""
         return self._ttft if self._sent else None
 
+    @property
+    def first(self) -> tuple[common_pb2.Path, float, list[tuple[str, float]]] | None:
+        """The path, the seconds and the phases of the first token; None before it."""
+        return (self._first.path, self._ttft, self._phases()) if self._first and self._sent else None
+
     def elapsed(self) -> float:
         return monotonic() - self.arrived
 
