@@ -42,7 +42,7 @@ class LatencyAttribution:
 
 def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
     """The requests that lost the most time, the worst first."""
-    rates = [receipt.tpot for receipt in receipts if receipt.completion_tokens > 1]
+    rates = [receipt.tpot for receipt in receipts if receipt.tpot]
     usual = statistics.median(rates) if rates else 0.0
     attributions = [of(receipt, usual) for receipt in receipts]
     return sorted(attributions, key=lambda attribution: attribution.lost, reverse=True)[:most]
@@ -54,7 +54,7 @@ def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
     transfer = receipt.transfer.exposed if receipt.transfer else 0.0
     retries = phases.get("retries", 0.0)
     failed = retries if receipt.attempts > 1 else 0.0  # a refusal for lack of room is not an attempt
-    late = (receipt.tpot - usual_tpot) * max(0, receipt.completion_tokens - 1)
+    late = (receipt.total - receipt.ttft) * (1 - usual_tpot / receipt.tpot) if receipt.tpot else 0.0
     parts = {
         "queueing": sum(phases.get(name, 0.0) for name in QUEUE_PHASES) + retries - failed,
         "failures": failed,

@@ -73,9 +73,14 @@ class Outcome:
         return self.ended - self.sent if self.state == "unfinished" else None
 
     @property
+    def heard(self) -> list[float]:
+        """When each message with tokens came, and when a stream with some was given up: it was silent until then."""
+        return [*self.times, self.ended] if self.times and self.state == "unfinished" else self.times
+
+    @property
     def tpot(self) -> float | None:
         """Mean seconds per token after the first; None without a second token."""
-        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        return (self.heard[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     def kept(self, objective: Objective) -> bool:
         """Whether the objective was kept; only complete answers can keep one."""
@@ -144,20 +149,21 @@ class Load:
         """The 99th percentile of the time by which a request was sent, or a tick was, too late."""
         return max(self.lag, percentile([outcome.late for outcome in self.counted] or [0.0], 0.99))
 
-    def gaps(self) -> list[tuple[float, float]]:
-        """Between two messages of one stream, and when it ended; within the counted seconds, as with the tokens."""
+    def gaps(self) -> list[float]:
+        """Seconds between two messages of one stream, where they began within the counted seconds, however long they
+        lasted."""
         return [
-            (later, later - sooner)
+            later - sooner
             for outcome in self.outcomes
             if not outcome.beside
-            for sooner, later in pairwise(outcome.times)
-            if self.warmup <= later < self.until
+            for sooner, later in pairwise(outcome.heard)
+            if self.warmup <= sooner < self.until
         ]
 
     def values(self, metric: Metric) -> list[float]:
         """The available values in seconds: "ttft", "tpot" and "e2e" of counted requests, "itl" of gaps."""
         if metric == "itl":
-            return [gap for _, gap in self.gaps()]
+            return self.gaps()
         seconds = (METRICS[metric](outcome) for outcome in self.counted)
         return [value for value in seconds if value is not None]
 

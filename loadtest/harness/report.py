@@ -146,12 +146,12 @@ class Ratio:
 
 def ratios(report: Report) -> list[Ratio]:
     """Of every other side to the first, where both have the value: of the highest rates, and of the loads that are
-    drawn, or of all where no rate was searched."""
+    drawn, or of all where no rate was searched. Rounds in which the first side kept nothing have no ratio."""
     rows = []
     first, *others = report.sides
     drawn = plots.comparable(report.sides)
     for side in others:
-        rates = [(a, b) for a, b in zip(side.bests, first.bests, strict=False) if a and b]
+        rates = [(a, b) for a, b in zip(side.bests, first.bests, strict=False) if b]
         if rates:
             rows.append(Ratio("highest rate kept", side.name, Spread.of([a / b for a, b in rates]), "more"))
         for name in dict.fromkeys(load.name for load in first.loads):
@@ -162,7 +162,7 @@ def ratios(report: Report) -> list[Ratio]:
                 (_values(a, report.objective), _values(b, report.objective)) for a, b in zip(ours, theirs, strict=False)
             ]
             for what, better in RATIOS.items():
-                if values := [a[what] / b[what] for a, b in pairs if a.get(what) and b.get(what)]:
+                if values := [a[what] / b[what] for a, b in pairs if what in a and b.get(what)]:
                     rows.append(Ratio(f"{name}: {what}", side.name, Spread.of(values), better))
     return rows
 

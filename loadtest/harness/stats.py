@@ -114,6 +114,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
+def paced(seconds: Sequence[float], every_s: float) -> list[float]:
+    """The durations of a client that sends a request when the last one was answered, and of those that it would have
+    sent meanwhile at one in `every_s` seconds. Without these, a stall of any length is one slow request."""
+    return [one - missed * every_s for one in seconds for missed in range(max(1, int(one / every_s)))]
+
+
 def sparkline(values: Sequence[float]) -> str:
     """A line of bars from the least to the most; one that varies by less than a MiB is drawn flat."""
     low, span = min(values), max(1.0, max(values) - min(values))

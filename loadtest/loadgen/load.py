@@ -60,8 +60,8 @@ def run(
     """One load on one server: Poisson arrivals (--rate), or a trace (--trace, with --rate or --speed).
 
     HOST:PORT is a router of Tandem (gRPC); http://HOST:PORT any server with OpenAI's streaming completions.
-    docs/measuring.md explains the report. Exits with 1 when something failed, and with 3 when the report is invalid
-    because this client was late.
+    docs/measuring.md explains the report. Exits with 1 when no load could be sent, and with 3 when the report is
+    invalid because this client was late. Requests that fail are part of the report.
     """
 
     async def load(say: Say) -> Report:

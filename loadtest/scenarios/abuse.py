@@ -10,7 +10,8 @@ a process of its own, does one thing at a time:
 
 Each is measured `--rounds` times for `--seconds`, in turn with an equal time without it; for `undecodable`, greedy has
 as many requests of ordinary text in progress in that time, and for `watchers` a job with one watcher. Prints the 99th
-percentile of polite's requests without and with the abuse, and their ratio. Exits with 1 if a request of polite failed.
+percentile of polite's requests without and with the abuse, and their ratio; with those that polite would have sent
+during a stall at its median pace without the abuse. Exits with 1 if a request of polite failed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Annotated
 import typer
 
 from loadtest.harness.options import Rounds, Seconds, names
-from loadtest.harness.stats import percentile
+from loadtest.harness.stats import paced, percentile
 from loadtest.scenarios.two_tenants import GREEDY, Polite, Target, be_greedy, greedy, served, two_tenants
 from tandem.async_client import AsyncClient
 from tandem.errors import TandemError
@@ -135,7 +136,8 @@ async def compare(name: str, target: Target, rounds: int, seconds: float) -> int
             await measure(without, target, seconds)
         async with greedy("abuse", name, target, lines):
             await measure(during, target, seconds)
-    p99 = [percentile(polite.kept or [0.0], 0.99) for polite in (without, during)]
+    every_s = median(without.kept or [1.0])
+    p99 = [percentile(paced(polite.kept, every_s) or [0.0], 0.99) for polite in (without, during)]
     columns = [
         f"{len(polite.kept):>6} {1000 * median(polite.kept or [0.0]):7.1f} {1000 * worst:7.1f}"
         for polite, worst in zip((without, during), p99, strict=True)

@@ -151,11 +151,11 @@ class Router:
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.bodies = BodyReader(self.rate_limits, self.offload, settings.max_prompt_bytes)
-        first = models.first.pools.settings
-        goal = Goal(first.slo_ttft_s, first.slo_tpot_s)
+        of_models = [model.pools.settings for model in models]
+        goals = {own.model_names[0]: Goal(own.slo_ttft_s, own.slo_tpot_s) for own in of_models}
         self.history = History(self.worker_id, self.incarnation, self.ended, self._load, self.samples.exchange)
         self.dashboard = Dashboard(
-            goal, self.receipts, self._state, admin, keys, self.history, trace_url=settings.trace_url
+            goals, self.receipts, self._state, admin, keys, self.history, trace_url=settings.trace_url
         )
         api = Api(settings, models, self.bodies, self._exposition)
         endpoint = GeneratingEndpoint(self.bodies)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from time import monotonic
@@ -167,7 +167,7 @@ class RouterMetrics(Metrics):
         self._prompt = Counter(
             "tandem_prompt_tokens_total", "Prompt tokens: computed or found cached.", ["source"], registry=registry
         )
-        self._retries = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry)
+        self.retried = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry).inc
         self._late = _seconds(
             registry, "tandem_kv_transfer_exposed_seconds", "Delay of the second token by KV transfer.", TTFT_BUCKETS
         )
@@ -196,7 +196,9 @@ class RouterMetrics(Metrics):
             outcome, reason = "cancelled", error.reason
             raise
         except TandemError as error:
-            outcome, reason = "failed" if isinstance(error, FAILURES) else "refused", error.reason
+            # An error that names valid values asks for another request.
+            of_cluster = isinstance(error, FAILURES) and error.bound is None
+            outcome, reason = "failed" if of_cluster else "refused", error.reason
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "ok" if request.complete else "cancelled"
@@ -222,19 +224,20 @@ class RouterMetrics(Metrics):
         self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens)
         self._tenant_tokens.labels(tenant, "completion").inc(completion_tokens)
 
+    def first_token(self, path: common_pb2.Path, ttft_s: float, phases: Iterable[tuple[str, float]]) -> None:
+        """Counts the first token of a completion, whatever becomes of the others."""
+        self._ttft.labels(common_pb2.Path.Name(path).removeprefix("PATH_").lower()).observe(ttft_s)
+        for phase, seconds in phases:
+            self._phase.labels(phase).observe(seconds)
+
     def finished(self, receipt: generation_pb2.Receipt) -> None:
-        """Counts one completion."""
-        path = common_pb2.Path.Name(receipt.path)
-        self._ttft.labels(path.removeprefix("PATH_").lower()).observe(receipt.ttft_seconds)
-        for phase in receipt.phases:
-            self._phase.labels(phase.name).observe(phase.seconds)
-        if receipt.completion_tokens > 1:
+        """Counts one complete answer."""
+        if receipt.tpot_seconds:
             self._tpot.observe(receipt.tpot_seconds)
         self._prompt.labels("cached").inc(receipt.cached_tokens)
         self._prompt.labels("computed").inc(receipt.prompt_tokens - receipt.cached_tokens)
         self._prompt_length.observe(receipt.prompt_tokens)
         self._output_length.observe(receipt.completion_tokens)
-        self._retries.inc(max(0, receipt.attempts - 1))
         if receipt.HasField("transfer"):
             self._late.observe(receipt.transfer.exposed_seconds)
 

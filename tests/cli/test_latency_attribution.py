@@ -24,7 +24,7 @@ def receipt(
     """100 tokens after a quick prefill elsewhere, but for what is given."""
     parts = {**QUICK, **phases}
     more: dict[str, Any] = {"phases": parts, "ttft": sum(parts.values()), "tpot": tpot, "preemptions": preemptions}
-    more["attempts"] = attempts
+    more |= {"attempts": attempts, "total": sum(parts.values()) + 99 * tpot}
     moved = dataclasses.replace(MOVED, exposed=exposed)
     return dataclasses.replace(RECEIPT, **more, transfer=moved, completion_tokens=100, notes=["decode-1: died"])
 
@@ -69,6 +69,12 @@ def test_a_long_answer_is_not_slow() -> None:
     waited = receipt(queue=0.5)
     found = latency_attribution.slowest([long, waited, receipt()], most=2)
     assert [one.receipt for one in found] == [waited, long]
+
+
+def test_a_job_that_went_on_lost_no_time_with_tokens_of_earlier_attempts() -> None:
+    """Its pace is that of the tokens of its last attempt, which has not lost more time than it took."""
+    went_on = dataclasses.replace(receipt(tpot=0.05), completion_tokens=10_000)
+    assert latency_attribution.of(went_on, usual_tpot=0.01).parts["decoding"] == pytest.approx(99 * 0.04, rel=0.01)
 
 
 def test_one_token_has_no_pace() -> None:

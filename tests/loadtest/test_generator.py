@@ -231,6 +231,18 @@ def test_a_report_says_what_it_said_when_it_is_read_again_and_needs_nobody_else(
     assert ratio.ratio.median == pytest.approx(2.0)
 
 
+def test_a_round_in_which_a_side_kept_nothing_counts_in_the_ratio() -> None:
+    """Or whoever fails now and then would look better than who keeps less each time."""
+    one, two = side("one"), side("two")
+    one.bests, two.bests = [2.0, 2.0], [0.0, 3.0]
+    for outcome in two.loads[0].outcomes:
+        outcome.state = "failed"
+    found = {row.what: row.ratio for row in reports.ratios(Report("t", OBJECTIVE, [one, two]))}
+    rates = found["highest rate kept"]
+    assert (rates.low, rates.median, rates.count) == (0.0, 0.75, 2)
+    assert found["at 3/s: goodput"].median == 0.0
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     """Goodputs under different objectives, and files that are no reports."""
     one, other = (Report("t", objective, [side("s")]) for objective in (OBJECTIVE, Objective(9.0)))

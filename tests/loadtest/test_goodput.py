@@ -83,12 +83,22 @@ def test_who_was_given_up_has_waited_and_who_was_sent_away_has_no_latency() -> N
     assert len(load.values("e2e")) == 1
 
 
+def test_a_stream_that_hangs_has_a_long_gap() -> None:
+    """Until it is given up: a server that stops all streams would look as fast as before. The control ended there."""
+    hangs = Outcome(0.0, 8, 9, sent=0.0, times=[1.0, 1.1], counts=[1, 1], ended=31.1)
+    ended = dataclasses.replace(hangs, state="done")
+    for one, longest, tpot in ((hangs, 30.0, 30.1), (ended, 0.1, 0.1)):
+        load = Load("", 1.0, 0.0, 10.0, [one])
+        assert max(load.values("itl")) == pytest.approx(longest)
+        assert load.values("tpot") == [pytest.approx(tpot)]
+
+
 def test_a_message_with_several_tokens_is_one_gap_and_several_tokens() -> None:
     """TPOT is over tokens, ITL over messages, throughput over what came within the counted seconds."""
     one = Outcome(0.0, 8, 9, sent=0.0, times=[1.0, 2.0, 12.0], counts=[1, 4, 4], ended=12.0, state="done")
     load = Load("", 1.0, 0.0, 10.0, [one])
     assert one.tpot == pytest.approx(11 / 8)
-    assert load.values("itl") == [1.0]
+    assert load.values("itl") == [1.0, 10.0]  # the second one ends after the counted seconds
     assert load.throughput == 0.5
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadtest.harness.stats import sure
+from loadtest.harness.stats import paced, percentile, sure
 
 
 @pytest.mark.parametrize("count", [20, 80, 300])
@@ -30,3 +30,12 @@ def test_of_few_values_it_is_the_least_and_the_greatest() -> None:
     """Nobody can be surer of so few."""
     assert sure([3.0, 1.0]) == (1.0, 3.0)
     assert sure([2.0]) == (2.0, 2.0)
+
+
+def test_a_stall_is_no_single_slow_request() -> None:
+    """Half of the time stood still. The control: over the requests that were sent, the 99th percentile does not say
+    so, because nothing was sent meanwhile; without a stall the two are the same."""
+    usual, stalls = [0.03] * 500, [5.0] * 3
+    assert percentile(paced([*usual, *stalls], 0.03), 0.99) > 4.0
+    assert percentile([*usual, *stalls], 0.99) == 0.03
+    assert paced(usual, 0.03) == usual

@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,8 +21,9 @@ from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_queue import OutputQueue
 from services.router.execution.output_reader import OutputReader
 from services.router.execution.poison_check import PoisonCheck
-from services.router.execution.request_timeline import RequestTimeline
+from services.router.execution.request_timeline import ReceiptLog, RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
+from services.router.execution.usage_meter import UsageMeter
 from services.router.preprocess.request import build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
@@ -30,13 +32,18 @@ from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
+from tandem.telemetry.metrics import RouterMetrics
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 from tests.router.scheduling import once, seen, two
+from tests.tandem.test_metrics import values
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
 _ANYTHING: Any = SimpleNamespace()
 CALL_S = 1.0  # of one that is not answered
+
+
+def nothing() -> None: ...
 
 
 class Unreachable:
@@ -78,7 +85,7 @@ async def calls_until_given_up(monkeypatch: pytest.MonkeyPatch, reason: str, que
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     request = build_request(asked, Tokenizer(None, None), MODEL)
     timeline = RequestTimeline(parts.now)
-    completion: Any = SimpleNamespace(request=request, timeline=timeline, begun=asyncio.Event())
+    completion: Any = SimpleNamespace(request=request, timeline=timeline, over=nothing)
     with pytest.raises(WorkerLost, match="given up after 3 attempts"):
         await CompletionRunner(settings, parts, parts, parts, parts).run(completion, parts.now + 1000.0)
     return parts.calls, completion
@@ -142,7 +149,7 @@ async def test_a_request_that_ends_workers_before_they_admit_it_ends_four(
     poison, errors = PoisonCheck(parts, 4.5), list[str]()
     for _ in range(5):
         request = build_request(asked, Tokenizer(None, None), MODEL)
-        completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), begun=asyncio.Event())
+        completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), over=nothing)
         runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, poison)
         with pytest.raises(TandemError) as failed:
             await runner.run(completion, parts.now + 600.0)
@@ -229,7 +236,7 @@ class Saying(Unreachable):
 
     def kept(self, *_: Any) -> None: ...
 
-    observe_path = generated = sent = finished = kept
+    observe_path = generated = sent = first_token = over = finished = kept
 
 
 @pytest.mark.parametrize(
@@ -259,6 +266,34 @@ async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: lis
     delta, finished = await output.take(), await output.take()
     assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
     assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["as it is", "control"])
+async def test_an_answer_that_breaks_counts_its_first_token_and_its_retries(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Whatever becomes of the rest: who hangs up on a slow answer must not make the answers look fast, nor must
+    requests that fail after all their attempts make retries look rare. The control waits for complete answers."""
+    if not counted:
+        for name in ("first_token", "over"):
+            monkeypatch.setattr(UsageMeter, name, lambda *_: None)
+    first = said(3, 5)
+    first.tokens.first.path = common_pb2.PATH_LOCAL
+    parts: Any = Saying([first, ENDED], [ENDED], [ENDED])
+    metrics, anything = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0), Mock()
+    usage = UsageMeter(metrics, ReceiptLog(), anything, anything)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), usage)
+    settings = Settings(model="toy", max_attempts=3)
+    with pytest.raises(ResumeFailed, match="given up after 3 attempts"):
+        await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    found = values(metrics)
+    assert found.get(("tandem_time_to_first_token_seconds_count", "local"), 0) == counted
+    assert found.get(("tandem_phase_seconds_count", "queue"), 0) == counted
+    assert found["tandem_retries_total",] == 2 * counted
+    assert found["tandem_output_length_tokens_count",] == 0  # which is of complete answers
 
 
 @pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])
@@ -323,7 +358,7 @@ async def test_who_was_refused_after_its_objective_may_come_again(monkeypatch: p
     scheduler = RequestScheduler(view, 60.0, RoutingConfig())
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]), ttft_slo_seconds=0.5)
     request = build_request(asked, Tokenizer(None, None), MODEL)
-    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), begun=asyncio.Event())
+    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), over=nothing)
     runner = CompletionRunner(Settings(model="toy"), scheduler, parts, parts, parts)
     with pytest.raises(Busy, match="its objective") as refused:
         await runner.run(completion, parts.now + 60.0)

@@ -11,12 +11,20 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.dashboard import MAX_POINTS, PAGES, WINDOW_S, Goal, is_loopback, snapshot
 from tandem.v1 import common_pb2, generation_pb2
 
-NOBODY = Goal(None, None)
+NOBODY = {"toy": Goal(None, None)}
 
 
-def ended(at: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, prefill: str = "prefill-0") -> Any:
+def ended(
+    at: float,
+    ttft: float = 0.1,
+    tpot: float = 0.01,
+    tokens: int = 10,
+    prefill: str = "prefill-0",
+    model: str = "toy",
+) -> Any:
     moved = common_pb2.TransferReport(transport="nixl:ucx:cma", bytes=1000, seconds=0.5) if prefill else None
     return generation_pb2.Receipt(
+        model=model,
         ended_at=at,
         ttft_seconds=ttft,
         tpot_seconds=tpot if tokens > 1 else 0.0,
@@ -38,11 +46,19 @@ def kept(*items: Any, since: float = 0.0, most: int = 1000) -> ReceiptLog:
 def test_goodput_counts_who_met_every_objective_that_there_is() -> None:
     """A slow first token or slow tokens miss; where there is no objective nobody misses."""
     items = kept(ended(99.0, ttft=0.4), ended(99.1, tpot=0.2), ended(99.2), ended(99.3, ttft=0.4, tpot=0.2))
-    for goal, met in ((Goal(0.3, 0.1), 1), (Goal(0.3, None), 2), (Goal(None, 0.1), 2), (NOBODY, 4)):
-        found = snapshot(items, 100.0, goal)
+    for goal, met in ((Goal(0.3, 0.1), 1), (Goal(0.3, None), 2), (Goal(None, 0.1), 2), (Goal(None, None), 4)):
+        found = snapshot(items, 100.0, {"toy": goal})
         assert (found["ended"], found["met"]) == (4, met)
         assert sum(second[1] for second in found["seconds"]) == met
         assert sum(point[3] for point in found["points"]) == met
+
+
+def test_each_answer_is_judged_by_the_objectives_of_its_model() -> None:
+    """What is slow for one model is in time for another; the page gets the objectives of both."""
+    items = kept(ended(99.0, ttft=0.4), ended(99.1, ttft=0.4, model="other"))
+    found = snapshot(items, 100.0, {"toy": Goal(0.2, None), "other": Goal(5.0, 0.1)})
+    assert [point[3] for point in found["points"]] == [True, False]  # the newest first
+    assert found["goals"] == {"toy": {"ttft": 0.2, "tpot": None}, "other": {"ttft": 5.0, "tpot": 0.1}}
 
 
 def test_what_ended_before_the_window_does_not_count() -> None:

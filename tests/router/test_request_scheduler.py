@@ -673,7 +673,11 @@ async def test_a_deadline_that_no_cluster_could_keep_is_over_at_once() -> None:
     with pytest.raises(DeadlineExceeded) as over:
         async with scheduler.placed(1000, 1010, 0.5):
             pass
-    assert over.value.retry_after is None
+    assert (over.value.retry_after, over.value.bound) == (None, "at least 1.00 s")
+    with pytest.raises(DeadlineExceeded) as late:  # the control: a first attempt took the time
+        async with scheduler.placed(1000, 1010, 0.5, spent_s=9.5):
+            pass
+    assert late.value.bound is None
     async with scheduler.placed(400, 410, 0.5):  # and it has left the queue
         pass
 

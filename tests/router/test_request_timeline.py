@@ -88,6 +88,28 @@ def test_what_workers_prepare_is_no_part_of_a_path() -> None:
     assert account.path_latency() == (pytest.approx(0.25), 0, 0.0)
 
 
+def test_the_time_per_token_is_that_of_the_tokens_that_came_here() -> None:
+    """A job that goes on has tokens of earlier attempts, which took no time in this one. The last token alone has no
+    time per token."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_timeline, "monotonic", clock)
+        account = RequestTimeline(clock.now)
+        account.placed(Placement(DECODE, PREFILL))
+        account.dispatched()
+        account.first_token(decode_pb2.FirstTokenTiming())
+        asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2]))
+        job = build_request(asked, Tokenizer(None, None), MODEL)
+        job.tokens.extend([3] * 10)
+        found = []
+        for _ in range(3):
+            clock.now += 0.5
+            job.tokens.append(4)
+            account.sent(1)
+            found.append(account.receipt(job, "toy").tpot_seconds)
+    assert found == [0.0, pytest.approx(0.5), pytest.approx(0.5)]
+
+
 def test_a_refusal_for_want_of_room_is_no_attempt() -> None:
     """ "Not now" costs time and counts for nothing else."""
     account = RequestTimeline(0.0)

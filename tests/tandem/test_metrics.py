@@ -15,7 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
+from tandem.errors import (
+    Busy,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorker,
+    SettingsError,
+    TandemError,
+)
 from tandem.settings import Settings
 from tandem.telemetry import exposition, metrics_server
 from tandem.telemetry import metrics as tandem_metrics
@@ -52,6 +61,8 @@ ENDS = [
     (InvalidRequest("x"), ("refused", "INVALID_REQUEST")),
     (Busy("x", reason="OVERLOADED"), ("refused", "OVERLOADED")),
     (NoWorker("x"), ("failed", "NO_WORKER")),
+    (DeadlineExceeded("x"), ("failed", "DEADLINE_EXCEEDED")),
+    (DeadlineExceeded("x", field="deadline", bound="at least 3 s"), ("refused", "DEADLINE_EXCEEDED")),
     (Cancelled("x"), ("cancelled", "CANCELLED")),
     (asyncio.CancelledError(), ("cancelled", "")),
     (GeneratorExit(), ("cancelled", "")),
@@ -83,22 +94,29 @@ def test_who_leaves_behind_the_last_message_has_not_cancelled() -> None:
 
 
 def test_a_receipt_is_counted_part_by_part() -> None:
-    """Its phases, its tokens, and what was moved."""
+    """Its tokens, and what was moved; its first token was counted when it came."""
     metrics = of_router()
-    phases = [generation_pb2.Phase(name="prefill_compute", seconds=0.3)]
     transfer = common_pb2.TransferReport(transport="nixl:ucx:cma", bytes=4096, seconds=0.02, exposed_seconds=0.01)
     receipt = generation_pb2.Receipt(
-        path=common_pb2.PATH_DISAGGREGATED, prompt_tokens=10, cached_tokens=4, completion_tokens=3, attempts=2,
-        ttft_seconds=0.4, tpot_seconds=0.02, phases=phases, transfer=transfer,
+        path=common_pb2.PATH_DISAGGREGATED, prompt_tokens=10, cached_tokens=4, completion_tokens=3,
+        tpot_seconds=0.02, transfer=transfer,
     )  # fmt: skip
+    metrics.first_token(common_pb2.PATH_DISAGGREGATED, 0.4, [("prefill_compute", 0.3)])
     metrics.finished(receipt)
     found = values(metrics)
     assert found["tandem_time_to_first_token_seconds_sum", "disaggregated"] == 0.4
     assert found["tandem_phase_seconds_sum", "prefill_compute"] == 0.3
     assert found["tandem_time_per_output_token_seconds_count",] == 1
     assert [found["tandem_prompt_tokens_total", source] for source in ("cached", "computed")] == [4, 6]
-    assert found["tandem_retries_total",] == 1
     assert found["tandem_kv_transfer_exposed_seconds_sum",] == 0.01
+
+
+def test_an_attempt_with_one_token_has_no_time_per_token() -> None:
+    """The last token of a job that went on is no token that took no time. The control has a second token."""
+    metrics = of_router()
+    for tpot_s in (0.0, 0.02):
+        metrics.finished(generation_pb2.Receipt(completion_tokens=10, tpot_seconds=tpot_s))
+    assert values(metrics)["tandem_time_per_output_token_seconds_count",] == 1
 
 
 def test_every_sample_says_which_process_it_is_of() -> None:
@@ -252,9 +270,9 @@ def test_vllms_names_have_the_same_values() -> None:
     router, worker = of_router(7, metrics_compat="vllm"), of_worker(metrics_compat="vllm")
     with router.request() as request:
         request.complete = True
-    phases = [generation_pb2.Phase(name=name, seconds=0.5) for name in ("queue", "prefill_compute", "deliver")]
     for path in (common_pb2.PATH_DISAGGREGATED, common_pb2.PATH_LOCAL):
-        router.finished(generation_pb2.Receipt(path=path, prompt_tokens=10, cached_tokens=4, phases=phases))
+        router.first_token(path, 1.5, [(name, 0.5) for name in ("queue", "prefill_compute", "deliver")])
+        router.finished(generation_pb2.Receipt(path=path, prompt_tokens=10, cached_tokens=4))
     worker.prompt(local=16, remote=84)
     theirs = {
         (one.name, one.labels.get("le", "")): one.value

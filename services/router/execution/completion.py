@@ -95,9 +95,17 @@ class Completion:
                 delta.computes_with = timeline.begun_with.computes_with if timeline.begun_with else ""
             at += run.tokens
             delta.last = at == len(tokens.token_ids) and request.finish() is not None
-            self._usage.sent(run.tokens, timeline.sent(run.tokens))
+            gap_s = timeline.sent(run.tokens)
+            self._usage.sent(run.tokens, gap_s)
+            if gap_s is None:
+                self._usage.first_token(timeline)
             self._output.put(response)
         return request.stopped
+
+    def over(self) -> None:
+        """It has ended, however it did."""
+        self.begun.set()
+        self._usage.over(self.timeline)
 
     def finish(self, model: str) -> None:
         """Sends the end of a complete journal: the rest of the text, and the receipt."""

@@ -80,7 +80,7 @@ class CompletionRunner:
                     raise ResumeFailed(f"{error.message}; {request.generated} tokens had been generated") from error
             completion.finish(self._model)
         finally:
-            completion.begun.set()
+            completion.over()
 
     async def _place(self, completion: Completion, deadline: float) -> None:
         """Waits for room and makes an attempt."""

