@@ -327,7 +327,7 @@ def fits_together(documents: list[Document]) -> None:
             for rule in spec.get("ingress", []):
                 wanted += rule.get("ports", [])
                 for peer in rule.get("from", []):
-                    assert "namespaceSelector" in peer or any(
+                    assert {"namespaceSelector", "ipBlock"} & peer.keys() or any(
                         peer["podSelector"]["matchLabels"].items() <= one.items() for one in labels
                     )
             assert {port.get("targetPort", port["port"]) for port in wanted} <= ports

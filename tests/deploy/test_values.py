@@ -23,6 +23,7 @@ from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named
 Values = dict[str, Any]
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
 DISK = {"volumes": [{"name": "disk", "emptyDir": {}}], "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
+NODES = {"networkPolicy": {"nodes": ["10.0.0.0/8"]}}  # where a pod has the network of its node
 # Values of a pod, for router, pools and the head of a RayCluster.
 OF_A_POD: dict[str, Values] = {
     "annotations": {"podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
@@ -101,6 +102,7 @@ def table() -> dict[str, Values]:
     """Sixty sets of values, each for both orchestrators if it affects both."""
     base = {"settings": {"model": "org/name"}}
     everywhere = {kind: {"router": one, "pools": {"prefill": one, "decode": one}} for kind, one in OF_A_POD.items()}
+    everywhere["host-network"] |= NODES
     sets = {}
     for of in ("kubernetes", "ray"):
         start = merged(base, {"orchestrator": of})
@@ -143,7 +145,7 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
 @pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
 def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
     """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field."""
-    base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}}
+    base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}, **NODES}
     plain = dict(pods(render(base)))
     for kind, one in OF_A_POD.items():
         changed = dict(pods(render(merged(base, {"pools": {"decode": one}}))))
@@ -157,6 +159,34 @@ def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestra
     assert claims["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
     network = dict(pods(render(merged(base, {"pools": {"decode": {"hostNetwork": True}}}))))
     assert network[f"{NAME}-tandem-decode"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+@pytest.mark.parametrize(
+    "hosted",
+    [
+        {"pools": {"prefill": {"hostNetwork": True}}},
+        {"router": {"hostNetwork": True}},
+        {
+            "settings": {},
+            "models": [{"name": "a", "settings": {"model": "m"}, "pools": {"decode": {"hostNetwork": True}}}],
+        },
+        {"orchestrator": "ray", "ray": {"head": {"hostNetwork": True}}},
+    ],
+    ids=["prefill", "router", "of-a-model", "head"],
+)
+def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values) -> None:
+    """To a NetworkPolicy they are their nodes, so those must be named. Without such pods no address is a peer."""
+    values = hosted if "models" in hosted else {"settings": {"model": "m"}, **hosted}
+    with pytest.raises(HelmError, match=r"networkPolicy\.nodes"):
+        render(values)
+    render(merged(values, {"networkPolicy": {"enabled": False}}))
+    nodes = {"ipBlock": {"cidr": "10.0.0.0/8"}}
+    documents = render(merged(values, NODES))
+    for component in ("valkey", "prefill", "decode", *(["head"] if "ray" in hosted else [])):
+        rules = named(documents, "NetworkPolicy", f"-{component}")["spec"]["ingress"]
+        open_to = [rule.get("ports") for rule in rules if nodes in rule.get("from", [])]
+        assert open_to == {"valkey": [[{"port": "redis"}]], "head": [None]}.get(component, [[{"port": "grpc"}], None])
+    assert "ipBlock" not in json.dumps(render({"settings": {"model": "m"}}))
 
 
 def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
