@@ -338,7 +338,7 @@ def fits_together(documents: list[Document]) -> None:
     own = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
     for name, pod in pods(documents):
         spec = pod["spec"]
-        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"data"}
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
         for one in containers(spec):
             assert {mount["name"] for mount in one["volumeMounts"]} <= volumes, name
             given_env = [entry["name"] for entry in one.get("env", [])]

@@ -249,6 +249,26 @@ def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
         assert {name: spec[name] for name in place} == place
 
 
+def test_valkey_may_get_a_volume_or_a_larger_one_in_an_upgrade() -> None:
+    """Kubernetes refuses other changes of a StatefulSet than these."""
+    may = ("replicas", "template", "updateStrategy", "ordinals", "minReadySeconds")
+
+    def rendered(storage: str) -> tuple[Document, Document]:
+        documents = render(merged(example("laptop"), {"valkey": {"storage": storage}}))
+        spec = named(documents, "StatefulSet", "-valkey")["spec"]
+        (data,) = spec["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in data:
+            claim = named(documents, "PersistentVolumeClaim", "-valkey")
+            assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+            assert claim["spec"]["resources"]["requests"]["storage"] == storage
+        return {name: value for name, value in spec.items() if name not in may}, data
+
+    (fixed, empty), (same, small), (again, large) = map(rendered, ("", "1Gi", "2Gi"))
+    assert fixed == same == again
+    assert (empty, small) == ({"name": "data", "emptyDir": {}}, large)
+    assert "persistentVolumeClaim" in small
+
+
 def test_an_image_can_be_named_by_its_digest() -> None:
     """Each image may have a digest in addition to its tag."""
     digest = f"sha256:{'7' * 64}"
