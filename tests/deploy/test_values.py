@@ -189,6 +189,16 @@ def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values)
     assert "ipBlock" not in json.dumps(render({"settings": {"model": "m"}}))
 
 
+@pytest.mark.parametrize(("longest", "values"), [(38, {}), (49, OF_A_RELEASE["own-registry"])], ids=["valkey", "none"])
+def test_a_name_that_is_too_long_stops_the_install(longest: int, values: Values) -> None:
+    """Kubernetes refuses a Service with such a name; it takes such a StatefulSet, and never makes its pod."""
+    values = merged({"settings": {"model": "m"}}, values)
+    for document in render(values, "x" * longest):
+        assert len(document["metadata"]["name"]) <= {"StatefulSet": 52, "Service": 63}.get(document["kind"], 253)
+    with pytest.raises(HelmError, match="fullnameOverride"):
+        render(values, "x" * (longest + 1))
+
+
 def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
     """The chart's labels win over those of `podLabels`."""
     documents = render({"settings": {"model": "m"}, "router": {"podLabels": {"app.kubernetes.io/name": "mine"}}})
