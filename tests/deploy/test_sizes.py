@@ -55,8 +55,8 @@ def test_a_running_pool_keeps_its_size_when_it_gets_a_scaler(of: str) -> None:
     [("aB3-._~x", False), ("ab/cd", True), ("a#b", True), ("a%41", True), ("abc\n", True), ("", False)],
 )
 def test_a_password_that_a_url_cannot_contain_stops_the_install(password: str, refused: bool) -> None:
-    """Processes have it in the URL of Valkey, which takes it as it is. The user's own Secret is read in the cluster; one
-    without this key is Kubernetes' to refuse."""
+    """Processes have it in a URL, and Valkey takes it as it is. The user's own Secret is read in the cluster; without
+    this key it is left to Kubernetes."""
     values = base("kubernetes") | {"secret": "mine"}
     data = {"valkey_password": base64.b64encode(password.encode()).decode()} if password else {}
     live = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine"}, "data": data}
