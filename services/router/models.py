@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from cluster.state.registry import State
 from services.router.generation import Generation
 from services.router.model_pools import ModelPools
 from services.router.preprocess.sampling_defaults import Defaults
@@ -117,6 +118,17 @@ class Models:
     def ready(self) -> bool:
         """Whether a request could be served now."""
         return any(model.served.ready() for model in self._models)
+
+    def awaited(self) -> list[Model]:
+        """The models that have no decode worker here, but may have some at another router: a ready one that serves
+        other models with this one has no record in this model's pools, as in an upgrade that gives it other pools."""
+        of_each = [
+            {one.worker_id for one in model.pools.view.of_role("router") if one.state is State.READY}
+            for model in self._models
+        ]
+        known = set[str]().union(*of_each)
+        there = zip(self._models, of_each, strict=True)
+        return [model for model, routers in there if routers != known and not model.served.ready()]
 
 
 def _unknown(name: str, names: Sequence[str]) -> TandemError:

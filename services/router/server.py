@@ -212,9 +212,10 @@ class Router:
         await asyncio.shield(self._ended)
 
     def _ready(self) -> bool:
-        """For /readyz: whether a decode worker has ever been ready. Later losses do not count: all routers see the
-        same workers, and without any router clients would get no answer at all."""
-        self._had_workers = self._had_workers or self.models.ready()
+        """For /readyz: whether a decode worker has ever been ready, and for each model that only former routers can
+        serve, one of its new pools. Later losses do not count: all routers see the same workers, and without any router
+        clients would get no answer at all."""
+        self._had_workers = self._had_workers or (self.models.ready() and not self.models.awaited())
         return self._had_workers and not self._stopped
 
     async def stop(self, grace_s: float) -> None:

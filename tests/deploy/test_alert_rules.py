@@ -289,6 +289,23 @@ def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+def test_no_alert_misses_a_pool_that_nobody_wants() -> None:
+    """Where decode workers compute all prompts, no prefill worker is expected. The control: one model has a pool."""
+
+    def alerts(values: dict[str, Any]) -> set[str]:
+        documents = render({**values, "prometheus": {"rules": True}})
+        (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+        return {one["alert"] for one in rule["spec"]["groups"][0]["rules"]}
+
+    none: dict[str, Any] = {"pools": {"prefill": {"replicas": 0}}}
+    own: dict[str, Any] = {"settings": {"model": "m"}}
+    with_pool = alerts(own)
+    assert alerts(own | none) == with_pool - {"TandemNoPrefillWorker"} != with_pool
+    first, second = ({"name": name, **own, **none} for name in ("a", "b"))
+    assert alerts({"settings": {}, "models": [first, second]}) == with_pool - {"TandemNoPrefillWorker"}
+    assert alerts({"settings": {}, "models": [first, {"name": "b", **own}]}) == with_pool
+
+
 @pytest.mark.parametrize("alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull"])
 def test_control_an_alert_with_another_bound_is_found(tmp_path: Path, alert: str) -> None:
     """Control: an alert that always fires and one that never fires are found."""

@@ -327,7 +327,7 @@ def fits_together(documents: list[Document]) -> None:
             for rule in spec.get("ingress", []):
                 wanted += rule.get("ports", [])
                 for peer in rule.get("from", []):
-                    assert "namespaceSelector" in peer or any(
+                    assert {"namespaceSelector", "ipBlock"} & peer.keys() or any(
                         peer["podSelector"]["matchLabels"].items() <= one.items() for one in labels
                     )
             assert {port.get("targetPort", port["port"]) for port in wanted} <= ports
@@ -338,7 +338,7 @@ def fits_together(documents: list[Document]) -> None:
     own = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
     for name, pod in pods(documents):
         spec = pod["spec"]
-        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"data"}
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
         for one in containers(spec):
             assert {mount["name"] for mount in one["volumeMounts"]} <= volumes, name
             given_env = [entry["name"] for entry in one.get("env", [])]
@@ -468,8 +468,18 @@ def test_only_who_must_reaches_a_worker() -> None:
         assert (of, "ports" in blocks) == (["prefill", "decode"], False)
         assert (scrape["ports"], len(scrape["from"])) == ([{"port": "metrics"}], 1)
     clients, scrape = named(documents, "NetworkPolicy", "-router")["spec"]["ingress"]
-    assert len(clients["from"]) == 2  # the named clients, and the test
+    assert len(clients["from"]) == 3  # the named clients, and the test
     assert scrape["ports"] == [{"port": "metrics"}]
+
+
+def test_the_controller_of_an_ingress_is_a_client() -> None:
+    """It connects from its own namespace, and must know that routers with a certificate speak TLS."""
+    documents = render(example("tenants"))
+    annotations = named(documents, "Ingress", "-router")["metadata"]["annotations"]
+    assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == "HTTPS"
+    clients, _ = named(documents, "NetworkPolicy", "-router")["spec"]["ingress"]
+    spaces = [one["namespaceSelector"]["matchLabels"] for one in clients["from"] if "namespaceSelector" in one]
+    assert {"kubernetes.io/metadata.name": "ingress-nginx"} in spaces
 
 
 def test_every_probe_is_one_that_kubelet_can_ask() -> None:

@@ -125,6 +125,15 @@ def test_an_upgrade_of_one_model_leaves_the_pods_of_the_others_alone() -> None:
         assert len({cluster_of(one["chat-decode"]) for one in (before, changed)}) == 2
 
 
+def test_routers_may_wait_for_the_model_that_loads_longest() -> None:
+    """A new router is ready when each model that the former ones serve has a decode worker in its new pools."""
+    slow = merged(SMALL, {"pools": {"decode": {"startup_s": 7200}}})
+    spec = named(render({**VALUES, "models": [CHAT, slow]}), "Deployment", "-router")["spec"]
+    probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 7200
+    assert spec["progressDeadlineSeconds"] >= 7200
+
+
 # ---- with Ray
 
 

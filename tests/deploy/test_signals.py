@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from tandem.settings import Settings
 from tandem.telemetry.metrics import Load, Metrics, Reach, RouterMetrics, WorkerMetrics
-from tests.deploy.chart import CHART, ROOT, Document, example, render
+from tests.deploy.chart import CHART, ROOT, Document, example, render, texts
 
 RUNBOOKS = ROOT / "docs/runbooks"
 ADDED = {"namespace", "tandem", "pool", "worker", "model"}  # by Prometheus, by the PodMonitor, and on every sample
@@ -108,13 +108,29 @@ def test_dashboards_have_their_panels() -> None:
     """Each panel has queries, in two columns without overlap; invalid YAML would give an empty dashboard."""
     sources = {yaml.safe_load(path.read_text())["title"]: path for path in (CHART / "dashboards").iterdir()}
     assert len(sources) == 3
-    assert {board["title"] for board in boards()} == set(sources)
-    for board in boards():
-        wanted = yaml.safe_load(sources[board["title"]].read_text())["panels"]
+    by_title = {board["title"].removesuffix(": demo-tandem in llm"): board for board in boards()}
+    assert set(by_title) == set(sources)
+    for title, board in by_title.items():
+        wanted = yaml.safe_load(sources[title].read_text())["panels"]
         assert [panel["title"] for panel in board["panels"]] == [panel["title"] for panel in wanted]
         assert all(panel["targets"] for panel in board["panels"])
         places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
         assert len(places) == len(board["panels"])
+
+
+def test_the_dashboards_of_two_releases_stand_beside_each_other() -> None:
+    """Grafana's sidecar has one folder for those of all namespaces; equal uids or titles there switch its provisioning
+    off."""
+    values = {**example("laptop"), "prometheus": {"dashboards": True}}
+    found = []
+    for name, namespace in (("demo", "llm"), ("demo", "staging"), ("other", "llm"), ("x" * 38, "llm")):
+        text = texts(values, name, namespace)["tandem/templates/dashboards.yaml"]
+        for one in filter(None, yaml.safe_load_all(text)):
+            found += [(file, json.loads(board)) for file, board in one["data"].items()]
+    assert len({file for file, _ in found}) == 12
+    assert len({board["uid"] for _, board in found}) == 12
+    assert len({board["title"] for _, board in found}) == 12
+    assert all(len(board["uid"]) <= 40 for _, board in found)  # Grafana's bound
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,16 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert rule["labels"]["severity"] in ("page", "ticket")
         # A sum has no labels, and the alerts of two releases must be distinct.
         assert (rule["labels"]["namespace"], rule["labels"]["tandem"]) == ("llm", "demo-tandem")
+
+
+def test_the_page_of_a_full_registry_names_the_value_that_bounds_it() -> None:
+    """With more memory for its pod alone, Valkey refuses writes at the same size."""
+    for bound in ("100mb", "2gb"):
+        documents = render({**example("laptop"), "valkey": {"maxmemory": bound}})
+        (valkey,) = [one for one in documents if one["kind"] == "StatefulSet"]
+        args = valkey["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert args[args.index("--maxmemory") + 1] == bound
+    assert "`valkey.maxmemory`" in (RUNBOOKS / "registry-full.md").read_text()
 
 
 def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:

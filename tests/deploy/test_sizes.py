@@ -1,10 +1,13 @@
-"""The size of a Deployment that has a scaler, in an upgrade of a release that runs."""
+"""What the chart reads in a cluster: the sizes of a release that runs, and a Secret of the user."""
 
 from __future__ import annotations
 
+import base64
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from helm_python.errors import HelmError
 
 from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.live import render_over
@@ -45,6 +48,20 @@ def test_a_running_pool_keeps_its_size_when_it_gets_a_scaler(of: str) -> None:
     asked = {"router": {"replicas": 2}, "pools": {"prefill": {"replicas": 3}, "decode": {"replicas": 4}}}
     fixed = merged(base(of), asked)
     assert sizes(render_over(fixed, render(fixed), live)) == {"router": 2, "prefill": 3, "decode": 4}
+
+
+@pytest.mark.parametrize(
+    ("password", "refused"),
+    [("aB3-._~x", False), ("ab/cd", True), ("a#b", True), ("a%41", True), ("abc\n", True), ("", False)],
+)
+def test_a_password_that_a_url_cannot_contain_stops_the_install(password: str, refused: bool) -> None:
+    """Processes have it in a URL, and Valkey takes it as it is. The user's own Secret is read in the cluster; without
+    this key it is left to Kubernetes."""
+    values = base("kubernetes") | {"secret": "mine"}
+    data = {"valkey_password": base64.b64encode(password.encode()).decode()} if password else {}
+    live = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine"}, "data": data}
+    with pytest.raises(HelmError, match=r"valkey_password of mine") if refused else nullcontext():
+        render_over(values, render(base("kubernetes")), [live])
 
 
 def test_a_group_of_nodes_without_nodes_stays_so() -> None:

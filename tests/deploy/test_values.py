@@ -23,6 +23,7 @@ from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named
 Values = dict[str, Any]
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
 DISK = {"volumes": [{"name": "disk", "emptyDir": {}}], "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
+NODES = {"networkPolicy": {"nodes": ["10.0.0.0/8"]}}  # where a pod has the network of its node
 # Values of a pod, for router, pools and the head of a RayCluster.
 OF_A_POD: dict[str, Values] = {
     "annotations": {"podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
@@ -101,6 +102,7 @@ def table() -> dict[str, Values]:
     """Sixty sets of values, each for both orchestrators if it affects both."""
     base = {"settings": {"model": "org/name"}}
     everywhere = {kind: {"router": one, "pools": {"prefill": one, "decode": one}} for kind, one in OF_A_POD.items()}
+    everywhere["host-network"] |= NODES
     sets = {}
     for of in ("kubernetes", "ray"):
         start = merged(base, {"orchestrator": of})
@@ -143,7 +145,7 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
 @pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
 def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
     """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field."""
-    base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}}
+    base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}, **NODES}
     plain = dict(pods(render(base)))
     for kind, one in OF_A_POD.items():
         changed = dict(pods(render(merged(base, {"pools": {"decode": one}}))))
@@ -157,6 +159,44 @@ def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestra
     assert claims["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
     network = dict(pods(render(merged(base, {"pools": {"decode": {"hostNetwork": True}}}))))
     assert network[f"{NAME}-tandem-decode"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+@pytest.mark.parametrize(
+    "hosted",
+    [
+        {"pools": {"prefill": {"hostNetwork": True}}},
+        {"router": {"hostNetwork": True}},
+        {
+            "settings": {},
+            "models": [{"name": "a", "settings": {"model": "m"}, "pools": {"decode": {"hostNetwork": True}}}],
+        },
+        {"orchestrator": "ray", "ray": {"head": {"hostNetwork": True}}},
+    ],
+    ids=["prefill", "router", "of-a-model", "head"],
+)
+def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values) -> None:
+    """To a NetworkPolicy they are their nodes, so those must be named. Without such pods no address is a peer."""
+    values = hosted if "models" in hosted else {"settings": {"model": "m"}, **hosted}
+    with pytest.raises(HelmError, match=r"networkPolicy\.nodes"):
+        render(values)
+    render(merged(values, {"networkPolicy": {"enabled": False}}))
+    nodes = {"ipBlock": {"cidr": "10.0.0.0/8"}}
+    documents = render(merged(values, NODES))
+    for component in ("valkey", "prefill", "decode", *(["head"] if "ray" in hosted else [])):
+        rules = named(documents, "NetworkPolicy", f"-{component}")["spec"]["ingress"]
+        open_to = [rule.get("ports") for rule in rules if nodes in rule.get("from", [])]
+        assert open_to == {"valkey": [[{"port": "redis"}]], "head": [None]}.get(component, [[{"port": "grpc"}], None])
+    assert "ipBlock" not in json.dumps(render({"settings": {"model": "m"}}))
+
+
+@pytest.mark.parametrize(("longest", "values"), [(38, {}), (49, OF_A_RELEASE["own-registry"])], ids=["valkey", "none"])
+def test_a_name_that_is_too_long_stops_the_install(longest: int, values: Values) -> None:
+    """Kubernetes refuses a Service with such a name; it takes such a StatefulSet, and never makes its pod."""
+    values = merged({"settings": {"model": "m"}}, values)
+    for document in render(values, "x" * longest):
+        assert len(document["metadata"]["name"]) <= {"StatefulSet": 52, "Service": 63}.get(document["kind"], 253)
+    with pytest.raises(HelmError, match="fullnameOverride"):
+        render(values, "x" * (longest + 1))
 
 
 def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
@@ -217,6 +257,26 @@ def test_keda_takes_further_triggers_and_valkey_its_place() -> None:
     (test,) = [one["spec"] for one in documents if one["kind"] == "Pod"]
     for spec in (valkey, test):
         assert {name: spec[name] for name in place} == place
+
+
+def test_valkey_may_get_a_volume_or_a_larger_one_in_an_upgrade() -> None:
+    """Kubernetes refuses other changes of a StatefulSet than these."""
+    may = ("replicas", "template", "updateStrategy", "ordinals", "minReadySeconds")
+
+    def rendered(storage: str) -> tuple[Document, Document]:
+        documents = render(merged(example("laptop"), {"valkey": {"storage": storage}}))
+        spec = named(documents, "StatefulSet", "-valkey")["spec"]
+        (data,) = spec["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in data:
+            claim = named(documents, "PersistentVolumeClaim", "-valkey")
+            assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+            assert claim["spec"]["resources"]["requests"]["storage"] == storage
+        return {name: value for name, value in spec.items() if name not in may}, data
+
+    (fixed, empty), (same, small), (again, large) = map(rendered, ("", "1Gi", "2Gi"))
+    assert fixed == same == again
+    assert (empty, small) == ({"name": "data", "emptyDir": {}}, large)
+    assert "persistentVolumeClaim" in small
 
 
 def test_an_image_can_be_named_by_its_digest() -> None:

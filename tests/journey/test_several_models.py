@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from loadtest.harness.random_checkpoints import make_adapter, make_checkpoint
+from services import launch
 from tandem import model_settings
 from tandem.errors import InvalidRequest, NotFound, Unavailable
 from tandem.settings import Settings
@@ -194,6 +195,36 @@ async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
             assert await ask("one") == tokens["one"]
             batch = await batch_when(http, batch, lambda now: now["status"] == "completed")
             assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_routers_serve(
+    inside: Any, models: dict[str, Path]
+) -> None:
+    """An upgrade of one model gives it other pools, which are empty at first. Nothing else makes a router wait for a
+    model without workers: neither routers with the same pools, nor that it is alone."""
+
+    async def start(settings: Settings, worker_id: str) -> Any:
+        return await launch.start("router", settings, worker_id)
+
+    async with inside(models=of(models), prefill=0) as cluster:
+        upgraded = cluster.settings.model_copy(update={"models": of(models, two={"cluster": "two-b"})})
+        router = await start(upgraded, "router-1")
+        await until(router.models.ready)
+        assert not router._ready()
+        of_two = model_settings.settings_of_models(upgraded)["two"]
+        worker: Any = await launch.start("decode", of_two, "two/decode-1")
+        await until(router._ready)
+        await worker.stop(0.0)
+        assert router._ready()
+        await router.stop(0.0)
+        await cluster.workers.pop("two/decode-0").stop(0.0)
+        same = await start(cluster.settings, "router-2")
+        await until(same._ready)
+        await same.stop(0.0)
+        await cluster.router.stop(0.0)
+        alone = await start(upgraded, "router-3")
+        await until(alone._ready)
+        await alone.stop(0.0)
 
 
 async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, models: dict[str, Path]) -> None:
