@@ -24,7 +24,8 @@ from enum import StrEnum
 from typing import Any
 
 from cluster.state import batch_scripts as scripts
-from cluster.state.job_journal import CLAIM, RENEW, Kept
+from cluster.state.job_journal import Kept
+from cluster.state.job_scripts import CLAIM, RENEW
 from cluster.state.redis_store import RedisStore, no_such
 from tandem.errors import Busy, PreconditionFailed
 
