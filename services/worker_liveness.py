@@ -25,6 +25,7 @@ from tandem.tasks import end, forever
 log = structlog.get_logger(__name__)
 
 FORGET_S = 60.0  # of absence, after which a worker is forgotten
+FULL_READ_S = 60.0  # after which all records are read again: a server that lost changes reuses their numbers
 Incarnation = tuple[str, str]  # worker id, and the id of this incarnation
 
 
@@ -112,6 +113,7 @@ class WorkerLiveness:
             if self.registry_ok:
                 log.warning("view.stale", error=error.message)
             self.registry_ok = False
+            self._mark = ("", 0)  # the server that answers next may have lost changes, and reuse their numbers
             await self.nudge()  # time has passed, which a waiter may depend on
             return
         self.registry_ok = True
@@ -172,4 +174,4 @@ class WorkerLiveness:
 
     async def _follow(self) -> None:
         async for _ in self._registry.changes(self._refresh_s):
-            await self.refresh(changes_only=True)
+            await self.refresh(changes_only=monotonic() - self._full_at < FULL_READ_S)

@@ -232,11 +232,13 @@ class Settings(BaseSettings):
     job_timeout_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
     """Longest time from a job's submission to its end."""
     job_kept_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
-    """How long an ended job can be fetched."""
+    """How long an ended job can be fetched, unless newer ones need its room (max_tenant_job_mib)."""
     max_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
     """Jobs of the whole cluster that have not ended; more are refused."""
     max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
     """Jobs of one tenant that have not ended, where `api_keys` names tenants."""
+    max_tenant_job_mib: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Memory of the registry for the ended jobs of one tenant, or without `api_keys` of all; oldest forgotten first."""
     response_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
     """How long a response of /v1/responses can be read again and continued, unless it was sent with `store` false."""
     max_tenant_response_mib: Annotated[int, Field(ge=1, le=65536)] = 64
@@ -252,9 +254,8 @@ class Settings(BaseSettings):
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Tokens of a stream that are generated faster than this are sent to its client together; 0: each token separately.
-    The first and the last one never wait. A message costs a router the same whatever it contains, so this bounds the
-    cost of a stream."""
+    """Tokens of a stream that are generated faster than this are sent together; 0: each separately. The first and the
+    last one never wait. A message costs a router the same whatever it contains, so this bounds the cost of a stream."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
     """Largest request message that the router reads, over gRPC and HTTP."""
     allow_request_chat_template: bool = False
@@ -267,8 +268,7 @@ class Settings(BaseSettings):
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish its requests."""
     start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
-    """`tandem up` restarts a worker that has completed no stage of its start for this long. Reading the weights is one
-    stage."""
+    """`tandem up` restarts a worker that completes no stage of its start (reading the weights is one) for this long."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -11,6 +11,22 @@ _OWNED = """
 local owner = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
 if owner[1] ~= ARGV[1] or owner[2] ~= 'open' then return 'lost' end
 """
+# Bytes and number of a tenant's files, answers of ended batches included.
+_FILES = """
+local function files_of(index, prefix)
+  local total, files = 0, 0
+  for _, id in ipairs(redis.call('ZRANGE', index, 0, -1)) do
+    local bytes = redis.call('HGET', prefix .. id, 'bytes')
+    if bytes then
+      total = total + bytes
+      files = files + 1
+    else
+      redis.call('ZREM', index, id)
+    end
+  end
+  return total, files
+end
+"""
 ADD_PIECE = """
 redis.call('RPUSH', KEYS[1], ARGV[1])
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -18,20 +34,12 @@ return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 # The last argument: whether to add the file, or only to check whether there is room for it.
 ADD_FILE = (
     _NOW
+    + _FILES
     + """
 local id, filename, purpose, size, kept = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
-local total, files = size, 1
-for _, other in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-  local bytes = redis.call('HGET', ARGV[8] .. other, 'bytes')
-  if bytes then
-    total = total + bytes
-    files = files + 1
-  else
-    redis.call('ZREM', KEYS[3], other)
-  end
-end
-if total > tonumber(ARGV[6]) then redis.call('DEL', KEYS[2]) return 'bytes' end
-if files > tonumber(ARGV[7]) then redis.call('DEL', KEYS[2]) return 'files' end
+local total, files = files_of(KEYS[3], ARGV[8])
+if total + size > tonumber(ARGV[6]) then redis.call('DEL', KEYS[2]) return 'bytes' end
+if files + 1 > tonumber(ARGV[7]) then redis.call('DEL', KEYS[2]) return 'files' end
 if ARGV[10] == '0' then return 'kept' end
 redis.call('HSET', KEYS[1], 'filename', filename, 'purpose', purpose, 'bytes', size, 'created', seconds,
            'expires', seconds + math.floor(kept / 1000))
@@ -69,9 +77,11 @@ return {0, found}
 """
 CREATE = (
     _NOW
+    + _FILES
     + """
 local bytes = redis.call('HGET', KEYS[4], 'bytes')
 if not bytes then return 'no file' end
+if files_of(KEYS[7], ARGV[8]) > tonumber(ARGV[9]) then return 'bytes' end
 local open, kept = 0, 0
 for _, other in ipairs(redis.call('ZRANGE', KEYS[5], 0, -1)) do
   local state = redis.call('HGET', ARGV[5] .. other, 'state')
@@ -88,7 +98,7 @@ redis.call('COPY', KEYS[3], KEYS[2])
 redis.call('PERSIST', KEYS[2])
 redis.call('HSET', KEYS[1], 'state', 'open', 'generation', 0, 'status', 'validating', 'input_bytes', bytes,
            'created_at', seconds, 'expires_at', seconds + ARGV[7])
-for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('ZADD', KEYS[5], now, ARGV[1])
 redis.call('PEXPIRE', KEYS[5], ARGV[6])
 redis.call('ZADD', KEYS[6], now, ARGV[2])

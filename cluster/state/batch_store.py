@@ -24,7 +24,8 @@ from enum import StrEnum
 from typing import Any
 
 from cluster.state import batch_scripts as scripts
-from cluster.state.job_journal import CLAIM, RENEW, Kept
+from cluster.state.job_journal import Kept
+from cluster.state.job_scripts import CLAIM, RENEW
 from cluster.state.redis_store import RedisStore, no_such
 from tandem.errors import Busy, PreconditionFailed
 
@@ -178,16 +179,25 @@ class BatchStore:
     # ---- batches
 
     async def create(self, tenant: str, batch_id: str, file_id: str, fields: Mapping[str, str]) -> BatchRecord:
-        """An open batch without an owner. Raises NotFound for an unknown file, Busy or
-        PreconditionFailed when the tenant has too many batches."""
+        """An open batch without an owner. Raises NotFound for an unknown file, Busy or PreconditionFailed when the
+        tenant has too many batches, or bytes in files."""
         keys = [self._key("batch", tenant, batch_id), self._key("input", tenant, batch_id)]
         keys += [self._key("content", tenant, file_id), self._key("file", tenant, file_id)]
-        keys += [self._of_tenant("batches", tenant), self._open]
+        keys += [self._of_tenant("batches", tenant), self._open, self._of_tenant("files", tenant)]
         about = [part for pair in fields.items() for part in pair]
         most = [MAX_OPEN_BATCHES, MAX_BATCHES, self._key("batch", tenant, ""), INDEX_MS, DAY_S]
+        most += [self._key("file", tenant, ""), self._most]
         outcome = await self._store.run(scripts.CREATE, keys, [batch_id, f"{tenant}/{batch_id}", *most, *about])
         if outcome == b"no file":
             raise no_such("file", file_id, FILES_KEPT, "input_file_id")
+        if outcome == b"bytes":
+            raise PreconditionFailed(
+                f"all files together, answers of batches included, have more than {self._most} bytes"
+                " (max_tenant_file_mib): delete some",
+                reason="FILES_FULL",
+                field="input_file_id",
+                bound=f"while all files together have at most {self._most} bytes",
+            )
         if outcome == b"open":
             raise Busy(
                 f"{MAX_OPEN_BATCHES} batches have not ended, the maximum", reason="TENANT_BATCHES", retry_after=30.0

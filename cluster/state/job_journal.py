@@ -5,6 +5,8 @@
     tandem:{<cluster>}:events:<id>     stream: the events that watchers receive, one entry each
     tandem:{<cluster>}:jobs            sorted set: id of each open job -> when its owner's lease ends, in ms
     tandem:{<cluster>}:open            sorted set: the same ids, all with score 0, so that a tenant's jobs are one range
+    tandem:{<cluster>}:ended:<tenant>  sorted set: id of each ended job -> when it expires, in ms
+    tandem:{<cluster>}:ended-bytes:<tenant>  hash: id of each ended job -> its bytes; under the empty name, those of all
     tandem:{<cluster>}:wake:<router>   stream: ends the blocking read of a router that has another job to watch
 
 An id is TENANT/NAME, and no tenant's name contains `/`. Each change is one script, which first checks that the caller
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster.state import job_scripts as scripts
 from cluster.state.redis_store import RedisStore, no_such
 from cluster.state.stream_watches import Raw, StreamWatches, later
 from tandem import errors
@@ -30,109 +33,9 @@ from tandem.errors import Busy, PreconditionFailed, TandemError
 WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
 PAGE_ENTRIES = 1000  # entries of one read
 LEASES_PER_SCRIPT = 500  # leases of one script
-
-_NOW = """
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-"""
-_OWNED = """
-local job = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
-if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
-"""
-SUBMIT = (
-    _NOW
-    + """
-local fresh, new, answers = {}, 0, {'kept'}
-for i = 1, #KEYS - 2 do
-  local id, digest = ARGV[3 * i + 2], ARGV[3 * i + 4]
-  local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
-  if known and known ~= digest then return {'other', id} end
-  answers[i + 1] = known and 'known' or 'new'
-  if not known then
-    fresh[id] = digest
-    new = new + 1
-  end
-end
-if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full'} end
-if new > 0 and ARGV[4] ~= '' then
-  local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
-  if open + new > tonumber(ARGV[3]) then return {'full for it'} end
-end
-for i = 1, #KEYS - 2 do
-  if answers[i + 1] == 'new' then
-    local id, request, digest = ARGV[3 * i + 2], ARGV[3 * i + 3], ARGV[3 * i + 4]
-    redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
-    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
-    redis.call('ZADD', KEYS[2], 0, id)
-  end
-end
-return answers
-"""
-)
-APPEND = (
-    _OWNED
-    + """
-if job[3] then return 'cancelled' end
-if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
-redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
-redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
-return 'kept'
-"""
-)
-END = (
-    _OWNED
-    + """
-if ARGV[3] ~= '' then redis.call('XADD', KEYS[2], '*', 'event', ARGV[3]) end
-redis.call('HSET', KEYS[1], 'state', ARGV[2], 'error', ARGV[4])
-redis.call('ZREM', KEYS[3], ARGV[5])
-redis.call('ZREM', KEYS[4], ARGV[5])
-redis.call('XADD', KEYS[2], '*', 'end', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[6])
-redis.call('PEXPIRE', KEYS[2], ARGV[6])
-return 'kept'
-"""
-)
-RENEW = (
-    _NOW
-    + """
-local answers = {}
-for i = 2, #KEYS do
-  local id, generation = ARGV[2 * i - 2], ARGV[2 * i - 1]
-  local job = redis.call('HMGET', KEYS[i], 'generation', 'state', 'cancelled')
-  if job[1] ~= generation or job[2] ~= 'open' then
-    answers[i - 1] = 'lost'
-  else
-    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
-    answers[i - 1] = job[3] and 'cancelled' or 'kept'
-  end
-end
-return answers
-"""
-)
-CLAIM = (
-    _NOW
-    + """
-local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
-if not due then return false end
-local key = ARGV[1] .. due
-if redis.call('HGET', key, 'state') ~= 'open' then
-  redis.call('ZREM', KEYS[1], due)
-  redis.call('ZREM', KEYS[2], due)
-  return {due, '0'}
-end
-redis.call('ZADD', KEYS[1], now + ARGV[2], due)
-return {due, tostring(redis.call('HINCRBY', key, 'generation', 1))}
-"""
-)
-CANCEL = """
-if redis.call('HGET', KEYS[1], 'state') == 'open' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
-return redis.call('EXISTS', KEYS[1])
-"""
-FORGET = """
-local state = redis.call('HGET', KEYS[1], 'state')
-if state and state ~= 'open' then redis.call('DEL', KEYS[1], KEYS[2]) end
-return state and 1 or 0
-"""
+OWN_BYTES = 5 * 1024  # that a job takes in addition to its content, most of them Valkey's for a stream
+EXPIRED_PER_SCRIPT = 64  # expired jobs whose entries one script removes
+KEPT = "ended jobs are forgotten after job_kept_s, or sooner if newer ones need the room"
 
 
 class JobState(StrEnum):
@@ -183,11 +86,20 @@ class JobJournal:
     """Every call is bounded and raises Unavailable when Redis does not answer."""
 
     def __init__(
-        self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int, most_each: int | None = None
+        self,
+        url: str,
+        cluster: str,
+        *,
+        lease_s: float,
+        kept_s: float,
+        most: int,
+        most_bytes: int,
+        most_each: int | None = None,
     ) -> None:
         """`lease_s`: the time without a renewal after which a router loses a job; `kept_s`: how long an ended job is
-        kept; `most`: the limit on open jobs; `most_each`: likewise, of one named tenant."""
-        self.lease_s = lease_s
+        kept; `most`: the limit on open jobs; `most_bytes`: of the ended jobs of one tenant, beyond which the oldest
+        ones are removed; `most_each`: as `most`, of one named tenant."""
+        self.lease_s, self._most_bytes = lease_s, most_bytes
         self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
         self._prefix = f"tandem:{{{cluster}}}"
         self._writes, self._reads = RedisStore(url, most=WRITE_CONNECTIONS), RedisStore(url, most=READ_CONNECTIONS)
@@ -205,7 +117,7 @@ class JobJournal:
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
         keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
-        outcome, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
+        outcome, *about = [part.decode() for part in await self._writes.run(scripts.SUBMIT, keys, args)]
         if outcome == "other":
             raise PreconditionFailed(
                 f"job {about[0]!r:.140} exists already, with a different request",
@@ -227,7 +139,7 @@ class JobJournal:
         """Appends tokens [first, end) of a completion; an empty range when it has ended and others continue."""
         keys = [self._job(job_id), self._events(job_id)]
         place = f"tokens:{choice}" if choice else "tokens"
-        return Kept(await self._run(APPEND, keys, [generation, first, end, event, place]))
+        return Kept(await self._run(scripts.APPEND, keys, [generation, first, end, event, place]))
 
     async def end(
         self,
@@ -237,9 +149,11 @@ class JobJournal:
         event: bytes = b"",
         error: TandemError | None = None,
     ) -> Kept:
-        keys = [self._job(job_id), self._events(job_id), *self._open]
+        """Also removes the tenant's oldest ended jobs, if this one needs their room."""
         error_json = _to_json(error) if error else ""
-        return Kept(await self._run(END, keys, [generation, state.value, event, error_json, job_id, self._kept_ms]))
+        args = [generation, state.value, event, error_json, job_id, self._kept_ms, self._most_bytes]
+        args += [self._job(""), self._events(""), OWN_BYTES, EXPIRED_PER_SCRIPT]
+        return Kept(await self._run(scripts.END, [*self._ended(job_id), *self._open], args))
 
     async def renew(self, owned: Sequence[tuple[str, int]]) -> list[Kept]:
         """Renews the leases of these jobs, given by id and generation."""
@@ -255,13 +169,13 @@ class JobJournal:
             some = owned[start : start + LEASES_PER_SCRIPT]
             keys = [self._open[0], *(self._job(job_id) for job_id, _ in some)]
             args = [lease_ms, *(part for lease in some for part in lease)]
-            outcomes += [Kept(outcome.decode()) for outcome in await self._writes.run(RENEW, keys, args)]
+            outcomes += [Kept(outcome.decode()) for outcome in await self._writes.run(scripts.RENEW, keys, args)]
         return outcomes
 
     async def claim(self) -> JobRecord | None:
         """Takes over a job whose lease has expired; None when there is none."""
         while True:
-            claimed = await self._writes.run(CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
+            claimed = await self._writes.run(scripts.CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
             if not claimed:
                 return None
             if (generation := int(claimed[1])) and (
@@ -271,19 +185,19 @@ class JobJournal:
 
     async def cancel(self, job_id: str) -> None:
         """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
-        if not int(await self._run(CANCEL, [self._job(job_id)], [])):
-            raise no_such("job", job_id, "ended jobs are forgotten after job_kept_s")
+        if not int(await self._run(scripts.CANCEL, [self._job(job_id)], [])):
+            raise no_such("job", job_id, KEPT)
 
     async def forget(self, job_id: str) -> bool:
         """Removes a job that has ended, before its time. False: there is none."""
-        return bool(await self._writes.run(FORGET, [self._job(job_id), self._events(job_id)], []))
+        return bool(await self._writes.run(scripts.FORGET, self._ended(job_id), [job_id]))
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
         async with self._reads.connection() as client:
             fields: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
         if b"state" not in fields:
-            raise no_such("job", job_id, "ended jobs are forgotten after job_kept_s")
+            raise no_such("job", job_id, KEPT)
         error = fields.get(b"error", b"").decode()
         return JobRecord(
             job_id,
@@ -344,6 +258,14 @@ class JobJournal:
 
     def _events(self, job_id: str) -> str:
         return f"{self._prefix}:events:{job_id}"
+
+    def _ended(self, job_id: str) -> list[str]:
+        """The keys of a job, and of the ended jobs of its tenant."""
+        tenant, prefix = job_id.partition("/")[0], self._prefix
+        return [
+            *(self._job(job_id), self._events(job_id)),
+            *(f"{prefix}:ended:{tenant}", f"{prefix}:ended-bytes:{tenant}"),
+        ]
 
     async def _run(self, script: str, keys: list[str], args: list[Any]) -> str:
         outcome = await self._writes.run(script, keys, args)

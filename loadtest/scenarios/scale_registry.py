@@ -46,7 +46,7 @@ async def beat_all(registry: Registry, workers: list[WorkerRecord], changed: int
 
 
 async def keep_jobs(url: str, count: int) -> None:
-    journal = JobJournal(url, "scale", lease_s=3600.0, kept_s=60.0, most=count)
+    journal = JobJournal(url, "scale", lease_s=3600.0, kept_s=60.0, most=count, most_bytes=1 << 26)
     for first in range(0, count, 1000):
         await journal.submit(
             [Asked(f"/{number}", b"x" * 200, "d") for number in range(first, min(first + 1000, count))]

@@ -253,3 +253,30 @@ async def test_open_batches_of_a_tenant_are_bounded(store: BatchStore) -> None:
     assert page is not None
     assert [record.batch_id for record in page[0]] == ["batch_more", f"batch_{MAX_OPEN_BATCHES - 1}"]
     assert page[1]
+
+
+async def test_a_tenant_whose_files_are_full_begins_no_more_batches(store: BatchStore) -> None:
+    """Answers of ended batches count as files, so they are bounded however many batches a tenant has; a deleted file
+    makes room, and other tenants have their own bound."""
+    answers = b"x" * (4 * MIB // OUTPUT_SHARE)
+    await store.add_file("ann", "in", "in.jsonl", "batch", b"x")
+    for number in range(OUTPUT_SHARE):
+        names = {"output_name": f"out-{number}", "error_name": f"err-{number}"}
+        await store.create("ann", f"batch_{number}", "in", ASKED | names)
+        record = await store.claim()
+        assert record is not None
+        assert await store.add(record, [result(0, answers)]) is Stored.KEPT
+        await store.end(record, BatchStatus.COMPLETED)
+    before = await keys(store)
+    with pytest.raises(PreconditionFailed) as full:
+        await store.create("ann", "batch_more", "in", ASKED)
+    assert (full.value.reason, full.value.field) == ("FILES_FULL", "input_file_id")
+    assert await keys(store) == before
+    await claimed(store, "batch_other", "bob")
+    await store.delete_file("ann", "out-0")
+    await store.create("ann", "batch_more", "in", ASKED)
+
+
+async def test_a_file_that_fills_the_quota_can_still_be_run(store: BatchStore) -> None:
+    """Control: a batch is refused for files above the bound, not for files at the bound."""
+    await claimed(store, size=4 * MIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from cluster.state import stream_watches
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.job_journal import (
+    OWN_BYTES,
     READ_CONNECTIONS,
     WRITE_CONNECTIONS,
     Asked,
@@ -29,7 +30,7 @@ SOON_S = 10.0
 
 @pytest.fixture
 async def kept(valkey: EmbeddedValkey) -> AsyncIterator[JobJournal]:
-    journal = JobJournal(valkey.url, "test", lease_s=6.0, kept_s=60.0, most=2000, most_each=1500)
+    journal = JobJournal(valkey.url, "test", lease_s=6.0, kept_s=60.0, most=2000, most_bytes=1 << 26, most_each=1500)
     yield journal
     await journal.close()
 
@@ -76,7 +77,7 @@ async def test_of_one_call_all_jobs_are_kept_or_none(kept: JobJournal) -> None:
     with pytest.raises(PreconditionFailed) as differs:
         await kept.submit(asked("/a", "/b", "/c"))
     assert differs.value.reason == "JOB_DIFFERS"
-    small = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3)
+    small = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_bytes=1 << 26)
     with pytest.raises(Busy) as full:
         await small.submit(asked("/a", "/c", "/d"))
     assert (full.value.reason, full.value.retry_after) == ("JOBS_FULL", 5.0)
@@ -96,7 +97,7 @@ async def test_one_id_twice_in_one_call_is_one_job(kept: JobJournal) -> None:
 async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
     """Ended jobs do not count, other tenants have their own bound, and names with the same prefix are different
     tenants."""
-    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=100, most_each=2)
+    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=100, most_bytes=1 << 26, most_each=2)
     await few.submit(asked("ann/1", "ann/2"), "ann")
     with pytest.raises(Busy) as full:
         await few.submit(asked("ann/3"), "ann")
@@ -158,6 +159,112 @@ async def test_only_an_ended_job_can_be_forgotten_before_its_time(kept: JobJourn
     assert not await kept.forget("/job")
 
 
+@pytest.fixture
+async def few(kept: JobJournal) -> AsyncIterator[JobJournal]:
+    """With room for the ended jobs of two requests of 1000 bytes."""
+    most_bytes = 2 * (OWN_BYTES + 1000)
+    journal = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=100, most_bytes=most_bytes)
+    yield journal
+    await journal.close()
+
+
+async def ended(journal: JobJournal, *names: str, request: int = 1000, more: bytes = b"") -> None:
+    """Submits and ends jobs with a request of that many bytes; `more`: their only event."""
+    for name in names:
+        await journal.submit([Asked(name, b"x" * request, "d")])
+        assert not more or await journal.append(name, 1, 0, 1, more) is Kept.KEPT
+        assert await journal.end(name, 1, JobState.FINISHED) is Kept.KEPT
+
+
+async def known(journal: JobJournal, *names: str) -> list[str]:
+    """Those of the jobs that are kept; of the others no event is left."""
+    found: list[str] = []
+    for name in names:
+        with suppress(NotFound):
+            found.append((await journal.get(name)).job_id)
+        assert found[-1:] == [name] or not await journal.entries(name)
+    return found
+
+
+async def test_ended_jobs_of_a_tenant_are_bounded_together(few: JobJournal) -> None:
+    """The oldest ended jobs make room for a newer one. Jobs that have not ended and those of other tenants, whose names
+    may have the same prefix, are never forgotten for it."""
+    await few.submit(asked("ann/open"))
+    await few.append("ann/open", 1, 0, 1, b"x" * 10_000)
+    await ended(few, "anna/1", "an/1", "/1", *(f"ann/{number}" for number in range(5)))
+    assert await known(few, *(f"ann/{number}" for number in range(5))) == ["ann/3", "ann/4"]
+    assert await known(few, "ann/open", "anna/1", "an/1", "/1") == ["ann/open", "anna/1", "an/1", "/1"]
+    assert await few.append("ann/open", 1, 1, 2, b"more") is Kept.KEPT
+
+
+@pytest.mark.parametrize("where", ["request", "event", "last event", "error"])
+@pytest.mark.parametrize("size", [900, 1100])
+async def test_all_content_of_an_ended_job_counts(few: JobJournal, where: str, size: int) -> None:
+    """Its request, its events and its error. The control: with 900 bytes there is room for it, with 1,100 there is
+    none."""
+    await ended(few, "ann/1")
+    await few.submit([Asked("ann/2", b"x" * size if where == "request" else b"", "d")])
+    if where == "event":
+        await few.append("ann/2", 1, 0, 1, b"x" * (size // 2))
+        await few.append("ann/2", 1, 1, 2, b"x" * (size // 2))
+    event, error = b"x" * size if where == "last event" else b"", Busy("x" * (size - 100)) if where == "error" else None
+    await few.end("ann/2", 1, JobState.FAILED if error else JobState.FINISHED, event, error)
+    assert await known(few, "ann/1", "ann/2") == (["ann/1", "ann/2"] if size < 1000 else ["ann/2"])
+
+
+async def test_the_job_that_ended_last_is_kept_whatever_its_size(few: JobJournal) -> None:
+    """Its watchers get its end; the next job that ends takes its room."""
+    await few.submit(asked("ann/large"))
+    watcher = asyncio.create_task(until_end(few, "ann/large"))
+    await reading(few, 1)
+    await few.append("ann/large", 1, 0, 1, b"x" * 20_000)
+    await few.end("ann/large", 1, JobState.FINISHED, b"last")
+    async with asyncio.timeout(SOON_S):
+        assert await watcher == [b"x" * 20_000, b"last"]
+    await ended(few, "ann/next")
+    assert await known(few, "ann/large", "ann/next") == ["ann/next"]
+
+
+async def test_a_job_that_is_forgotten_frees_its_room(few: JobJournal) -> None:
+    """Batches remove the jobs of their lines, which then count no more."""
+    await ended(few, "ann/1", "ann/2")
+    assert await few.forget("ann/2")
+    await ended(few, "ann/3")
+    assert await known(few, "ann/1", "ann/3") == ["ann/1", "ann/3"]
+
+
+async def test_an_expired_job_that_was_submitted_again_stays(few: JobJournal) -> None:
+    """A name may be used again after job_kept_s: the job of that name which has not ended is not taken for the expired
+    one when room is needed, and counts once when it ends."""
+    brief = JobJournal(kept_url(few), "test", lease_s=6.0, kept_s=0.5, most=100, most_bytes=1 << 26)
+    await ended(brief, "ann/again")
+    await ended(few, "ann/0")
+    await asyncio.sleep(0.6)
+    await few.submit(asked("ann/again"))
+    await ended(few, "ann/1", "ann/2", "ann/3")
+    assert (await few.get("ann/again")).state is JobState.OPEN
+    await few.end("ann/again", 1, JobState.FINISHED)
+    assert await known(few, "ann/2", "ann/3", "ann/again") == ["ann/3", "ann/again"]
+    await brief.close()
+
+
+async def test_the_bytes_of_ended_jobs_are_those_of_the_kept_ones(kept: JobJournal) -> None:
+    """Neither those of expired jobs count, nor those of jobs that were removed. What is known of them expires with the
+    last one."""
+    brief = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=0.5, most=100, most_bytes=1 << 26)
+    await ended(brief, "ann/brief")
+    await ended(kept, "ann/1", request=900)
+    await asyncio.sleep(0.6)
+    await ended(kept, "ann/2", request=900)
+    await kept.forget("ann/2")
+    index, sizes = kept._ended("ann/")[2:]
+    async with kept._reads.connection() as client:
+        assert await client.zrange(index, 0, -1) == [b"ann/1"]
+        assert await client.hgetall(sizes) == dict.fromkeys([b"", b"ann/1"], b"%d" % (OWN_BYTES + 900))
+        assert all([30_000 < await client.pttl(key) <= 60_000 for key in (index, sizes)])
+    await brief.close()
+
+
 async def test_a_released_job_can_be_claimed_at_once(kept: JobJournal) -> None:
     """A released job is claimed without waiting for its lease to expire."""
     await kept.submit(asked("/job"))
@@ -173,7 +280,7 @@ async def test_a_job_whose_lease_has_ended_stays_its_owners_until_another_claims
 ) -> None:
     """A router that was stopped for longer than a lease continues its jobs if no other router claimed them; after a
     claim it can change nothing of them."""
-    late = JobJournal(valkey.url, "test", lease_s=0.0, kept_s=60.0, most=2000, most_each=1500)
+    late = JobJournal(valkey.url, "test", lease_s=0.0, kept_s=60.0, most=2000, most_bytes=1 << 26, most_each=1500)
     await late.submit(asked("/job"))
     assert await late.append("/job", 1, 0, 1, b"one") is Kept.KEPT
     assert await kept.renew([("/job", 1)]) == [Kept.KEPT]
@@ -236,7 +343,7 @@ async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
 
 async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None:
     """Its stream expires as well. An open job whose record has expired cannot be claimed."""
-    brief = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=0.05, most=3)
+    brief = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=0.05, most=3, most_bytes=1 << 26)
     await brief.submit(asked("/job", "/gone", "/left"))
     await brief.append("/job", 1, 0, 1, b"first")
     await brief.end("/job", 1, JobState.FINISHED)

@@ -98,7 +98,7 @@ async def works(url: str) -> None:
 
 
 async def keeps_jobs(url: str) -> None:
-    journal = JobJournal(url, "test", lease_s=60.0, kept_s=60.0, most=100)
+    journal = JobJournal(url, "test", lease_s=60.0, kept_s=60.0, most=100, most_bytes=1 << 26)
     names = [f"{name}-{secrets.token_hex(4)}" for name in ("/a", "/b", "tenant/c")]  # other ones at each call
     assert all(await journal.submit([Asked(name, b"asked", "d") for name in names]))
     watchers = [asyncio.create_task(watched(journal, name)) for name in names]

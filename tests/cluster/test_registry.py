@@ -382,6 +382,20 @@ async def test_a_registry_that_lost_everything_tells_everything(registry: Regist
     assert set(found.records) == {"decode-7"}
 
 
+async def test_control_a_server_that_lost_a_change_hides_the_next_one(registry: Registry) -> None:
+    """Control: numbers alone do not show that a server took over without the last changes, so readers must read all
+    records at times."""
+    other = replace(RECORD, worker_id="decode-1", incarnation="c3")
+    await registry.beat(RECORD)
+    await registry.beat(other)
+    mark = (await registry.changes_since()).mark
+    await registry._store.client.hincrby(registry._keys[3], "number", -1)  # as a replica without the last change
+    await registry.withdraw("decode-1", "c3")
+    found = await registry.changes_since(mark)
+    assert (found.full, found.records) == (False, {})
+    assert set((await registry.changes_since()).records) == {"decode-0"}
+
+
 async def test_ids_that_never_come_back_are_forgotten(registry: Registry) -> None:
     """Each pod has a new id: the entries of removed ones are bounded, and no reader misses a removal."""
     await registry.beat(RECORD)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.state import job_journal
+from cluster.state import job_journal, job_scripts
 from cluster.state.job_journal import Asked, JobJournal, Kept
 from loadtest.harness.random_checkpoints import make_adapter
 from services import launch
@@ -511,7 +511,9 @@ async def test_a_leaving_router_gives_its_jobs_back(inside: Any, tiny: Path, mon
     async with inside() as cluster:
         taken = [await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True) for _ in range(3)]
         await cluster.router.jobs.leave()
-        other = JobJournal(cluster.settings.redis, cluster.settings.cluster, lease_s=6.0, kept_s=60.0, most=100)
+        other = JobJournal(
+            cluster.settings.redis, cluster.settings.cluster, lease_s=6.0, kept_s=60.0, most=100, most_bytes=1 << 26
+        )
         async with asyncio.timeout(20):  # a third of the lease
             claimed = [await other.claim() for _ in taken]
         assert {record.job_id for record in claimed if record} == {f"/{job.job_id}" for job in taken}
@@ -751,7 +753,7 @@ async def test_a_job_that_kills_workers_is_not_tried_again(
 @pytest.fixture
 async def owned(valkey_url: str) -> AsyncIterator[tuple[JobJournal, str]]:
     """A job that was taken over: generation 1 was its owner, generation 2 is."""
-    kept = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    kept = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000, most_bytes=1 << 26)
     name = "/job"
     assert await kept.submit([Asked(name, b"asked", "digest")]) == [True]
     assert await kept.append(name, 1, 0, 2, b"first") is Kept.KEPT
@@ -782,9 +784,9 @@ async def test_control_without_the_fence_its_tokens_are_there_twice(
     """Control: the scripts cause the refusals above."""
     _, name = owned
     monkeypatch.setattr(
-        job_journal, "APPEND", job_journal.APPEND.replace("return 'lost'", "").replace("return 'gap'", "")
+        job_scripts, "APPEND", job_scripts.APPEND.replace("return 'lost'", "").replace("return 'gap'", "")
     )
-    open_to_all = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    open_to_all = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000, most_bytes=1 << 26)
     assert await open_to_all.append(name, 1, 0, 2, b"twice") is Kept.KEPT
     assert [entry.event for entry in await open_to_all.entries(name)] == [b"first", b"twice"]
     await open_to_all.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from cluster.state.registry import RegistryChanges, State, WorkerRecord
 from services import worker_liveness as view_module
-from services.worker_liveness import FORGET_S, WorkerLiveness
+from services.worker_liveness import FORGET_S, FULL_READ_S, WorkerLiveness
 from tandem.errors import Unavailable
 
 ONE = WorkerRecord("prefill-0", "prefill", State.READY, pid=1, incarnation="a", address="h:1", beat=1.0)
@@ -255,3 +256,47 @@ async def test_a_worker_that_is_present_is_not_silent_though_it_says_nothing_new
     assert world.view.age(world.view.workers["prefill-0"]) == 0.0
     world.clock.now += 2.0
     assert world.view.age(world.view.workers["prefill-0"]) == 2.0
+
+
+class MarkedRegistry(Registry):
+    """Answers in full only without a mark. Notes the mark of each read, and has a change when `reads` says so."""
+
+    def __init__(self) -> None:
+        self.records, self.marks = [ONE], list[tuple[str, int]]()
+        self.reads: asyncio.Queue[None] = asyncio.Queue()
+
+    async def changes_since(self, mark: tuple[str, int]) -> RegistryChanges:
+        self.marks.append(mark)
+        self.full = mark == ("", 0)
+        return await super().changes_since(mark)
+
+    async def changes(self, every_s: float) -> AsyncIterator[None]:
+        while True:
+            yield await self.reads.get()
+
+
+async def test_after_a_failed_read_all_records_are_read() -> None:
+    """A server that took over may lack the last changes and has given their numbers to others. The control: otherwise
+    changes are read."""
+    registry: Any = MarkedRegistry()
+    view = WorkerLiveness(registry, 1.0)
+    for records in ([ONE], [ONE], None, [ONE], [ONE]):
+        registry.records = records
+        await view.refresh(changes_only=True)
+    assert registry.marks == [("", 0), ("epoch", 1), ("epoch", 1), ("", 0), ("epoch", 1)]
+
+
+async def test_all_records_are_read_now_and_then(clock: Clock) -> None:
+    """A failover between two reads makes none fail. The control: until FULL_READ_S has passed, changes are read."""
+    registry: Any = MarkedRegistry()
+    view = WorkerLiveness(registry, 1.0)
+    await view.start()
+    for after_s in (FULL_READ_S - 1, 1.0, 1.0):
+        clock.now += after_s
+        read, version = len(registry.marks), view.version
+        registry.reads.put_nowait(None)
+        async with asyncio.timeout(5):
+            await view.newer_than(version)
+        assert len(registry.marks) == read + 1
+    await view.stop()
+    assert registry.marks == [("", 0), ("epoch", 1), ("", 0), ("epoch", 1)]

@@ -81,12 +81,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.state.registry_scripts": set(),
     "cluster.state.adapter_list": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.stream_watches": {"cluster.state.redis_store", "tandem.errors", "tandem.tasks"},
-    "cluster.state.job_journal": {"cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"},
+    "cluster.state.job_scripts": set(),
+    "cluster.state.job_journal": {
+        *("cluster.state.job_scripts", "cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"),
+    },
     "cluster.state.router_samples": {"cluster.state.redis_store"},
     "cluster.kuberay.pool_objects": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.batch_scripts": set(),
     "cluster.state.batch_store": {
-        *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.redis_store", "tandem.errors"),
+        *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.job_scripts"),
+        *("cluster.state.redis_store", "tandem.errors"),
     },
     "cluster": {"cluster", "services.launch", "tandem"},
     # The rooms of loadtest, from the ground up; no measurement imports the command, which imports each by its name.

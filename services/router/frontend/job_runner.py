@@ -282,6 +282,7 @@ def open_journal(settings: Settings) -> JobJournal:
         lease_s=LEASE_S,
         kept_s=settings.job_kept_s,
         most=settings.max_jobs,
+        most_bytes=settings.max_tenant_job_mib * 1024 * 1024,
         most_each=settings.max_tenant_jobs,
     )
 

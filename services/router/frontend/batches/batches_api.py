@@ -67,7 +67,7 @@ class BatchesApi:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Raises InvalidRequest, NotFound for an unknown file, Busy or PreconditionFailed for too many batches."""
+        """Raises InvalidRequest, and what `BatchStore.create` raises."""
         tenant = self._bodies.tenant(request)
         body = await self._bodies.read(request, self._parsed)
         file = await self._store.file(tenant, body.input_file_id)
