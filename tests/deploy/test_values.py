@@ -18,7 +18,7 @@ from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
 from tests.deploy import chart, crds
 from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
-from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named, pods, valid, values_of
+from tests.deploy.test_chart import NEWEST, OLDEST, containers, fits_together, groups, named, pods, valid, values_of
 
 Values = dict[str, Any]
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
@@ -411,6 +411,18 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
         assert driver["automountServiceAccountToken"] is True
     plain_size = named(render({"orchestrator": "ray", "settings": {"model": "m"}}), "Deployment", "-decode")
     assert plain_size["spec"]["replicas"] == 1
+
+
+def test_a_driver_has_what_the_pod_of_the_head_is_given() -> None:
+    """Such as the authority of the registry, whose path is in its URL."""
+    models = [{"name": name, "settings": {"model": "m"}} for name in ("a", "b")]
+    head = {"ray": {"head": merged(DISK, OF_A_POD["env"])}}
+    for values in ({"settings": {"model": "m"}}, {"models": models}):
+        found = containers(groups(ray_cluster(merged(values, head)))["head"]["spec"])
+        assert len(found) == (3 if "models" in values else 2)
+        for one in found:
+            assert DISK["volumeMounts"][0] in one["volumeMounts"], one["name"]
+            assert OF_A_POD["env"]["env"][0] in one["env"], one["name"]
 
 
 def test_pods_of_either_group_may_serve_either_pool() -> None:
