@@ -425,6 +425,15 @@ def test_a_driver_has_what_the_pod_of_the_head_is_given() -> None:
             assert OF_A_POD["env"]["env"][0] in one["env"], one["name"]
 
 
+def test_the_heads_pod_starts_without_the_models_cache() -> None:
+    """Nothing in it reads a model, and its node may lack the folder that the nodes of the pools have. The control is a
+    pod of a pool."""
+    cache = {"kind": "hostPath", "hostPath": "/m"}
+    templates = groups(ray_cluster({"settings": {"model": "/models/llama"}, "model_cache": cache}))
+    mounted = {name for name, one in templates.items() if any("hostPath" in of for of in one["spec"]["volumes"])}
+    assert (mounted, set(templates) - mounted) == ({"prefill", "decode"}, {"head"})
+
+
 def test_pods_of_either_group_may_serve_either_pool() -> None:
     """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay, because KubeRay
     cannot remove one. In the control, without it, a pod offers its own pool."""

@@ -189,13 +189,13 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 {{- end }}
 
-{{- /* (root, router): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model is a
-folder of the cache. */}}
+{{- /* (root, router, none): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model
+is a folder of the cache. none: the pod needs nothing of a model. */}}
 {{- define "tandem.volumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
 - name: models
-{{- $own := and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download }}
+{{- $own := or .none (and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download) }}
 {{- with .root.Values.model_cache }}
 {{- if $own }}
   emptyDir: {sizeLimit: 1Gi}
