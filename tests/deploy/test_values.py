@@ -434,6 +434,20 @@ def test_the_heads_pod_starts_without_the_models_cache() -> None:
     assert (mounted, set(templates) - mounted) == ({"prefill", "decode"}, {"head"})
 
 
+def test_the_supervisor_of_both_pools_has_the_longest_time_of_both() -> None:
+    """To start, of either pool; and to drain, for which 0 is a time, too."""
+    for starts, drains in (((7200, 600), (0, 0)), ((600, 7200), (5, 90))):
+        pools = {
+            pool: {"startup_s": start, "settings": {"drain_grace_s": drain}}
+            for pool, start, drain in zip(("prefill", "decode"), starts, drains, strict=True)
+        }
+        templates = groups(ray_cluster({"settings": {"model": "m"}, "pools": pools}))
+        env = {one["name"]: one.get("value") for one in templates["head"]["spec"]["initContainers"][0]["env"]}
+        assert float(env["TANDEM_START_TIMEOUT_S"]) == 7200
+        assert float(env["TANDEM_DRAIN_GRACE_S"]) == max(drains)
+        assert templates["decode"]["spec"]["terminationGracePeriodSeconds"] == max(drains) + 30
+
+
 def test_pods_of_either_group_may_serve_either_pool() -> None:
     """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay, because KubeRay
     cannot remove one. In the control, without it, a pod offers its own pool."""
