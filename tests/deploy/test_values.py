@@ -325,6 +325,21 @@ def test_routers_start_without_the_hub() -> None:
     assert [volume for volume in decode["volumes"] if "hostPath" in volume]
 
 
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_what_asks_the_hub_has_the_environment_for_that(orchestrator: str) -> None:
+    """A proxy or a mirror reaches the job and the init containers of routers and workers, and nothing else: a worker
+    asks no hub."""
+    mirror = {"name": "HF_ENDPOINT", "value": "https://mirror.example.com"}
+    values = {"settings": {"model": "org/name"}, "model_cache": {"kind": "claim", "job": {"env": [mirror]}}}
+    templates = pods(render({**values, "orchestrator": orchestrator}))
+    found = {(pod, one["name"]): one for pod, template in templates for one in containers(template["spec"])}
+    asks = {name for name, one in found.items() if one.get("command", [""])[0] == "hf"}
+    assert {name for name, one in found.items() if mirror in one.get("env", [])} == asks
+    assert {name.removeprefix(f"{NAME}-tandem-").partition("-")[0] for name, _ in asks} == {
+        *("router", "prefill", "decode", "model")
+    }
+
+
 def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:
     """Namespace and release are labels, which sums drop; severities and the URL of the pages are values."""
     severities = {"page": "critical", "ticket": "warning"}

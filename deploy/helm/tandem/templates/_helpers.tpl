@@ -242,6 +242,7 @@ is a folder of the cache. none: the pod needs nothing of a model. */}}
     - {name: HF_HOME, value: /models/hub}
     - {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
     {{- include "tandem.hub_token" $.root | nindent 4 }}
+    {{- with $.root.Values.model_cache.job.env }}{{ toYaml . | nindent 4 }}{{ end }}
   resources: {{- toYaml $.root.Values.model_cache.job.resources | nindent 4 }}
   securityContext: {{- include "tandem.hardened" $.root | nindent 4 }}
   volumeMounts:
