@@ -73,6 +73,7 @@ CRON = {
 }
 KEDA = {"kind": "keda", "min": 2, "max": 9, "triggers": [CRON]}
 TANDEM = {"kind": "tandem", "min": 2, "max": 9}
+FIXED = {"kind": "tandem", "min": 2, "max": 2}
 OF_A_RELEASE |= {
     "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
     "keda": {
@@ -86,7 +87,7 @@ ONLY_KUBERNETES: dict[str, Values] = {
     "no-prefill": {"pools": {"prefill": {"replicas": 0}}},
 }
 ONLY_RAY: dict[str, Values] = {
-    "one-scaled": {"pools": {"decode": {"autoscaling": TANDEM}}},
+    "one-scaled": {"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": TANDEM}}},
     "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
     "either-pool": {"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": TANDEM}}},
 }
@@ -487,13 +488,16 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
         ({"orchestrator": "slurm"}, "orchestrator"),
         ({"orchestrator": "kubernetes", "ray": {"switch_roles": True}}, "orchestrator: ray"),
+        ({"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": FIXED}}}, "model m: autoscaling.kind"),
+        ({"pools": {"decode": {"autoscaling": FIXED}}}, "autoscaling.min is below"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
     ],
 )
 def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:
-    """The error names the value and what to set instead."""
+    """The error names the value and what to set instead. Values with which the processes would not start are refused,
+    too."""
     with pytest.raises(HelmError) as caught:
         render(merged({"orchestrator": "ray", "settings": {"model": "m"}}, values))
     assert told in str(caught.value)

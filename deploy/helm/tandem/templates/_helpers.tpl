@@ -81,6 +81,9 @@ another one. */}}
 {{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
 {{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
 {{- end }}
+{{- if and (eq (int $own.prefill) (int $own.prefill_max)) (eq (int $own.decode) (int $own.decode_max)) }}
+{{- fail (printf "model %s: autoscaling.kind tandem needs a pool whose autoscaling.min is below its autoscaling.max" .settings.model) }}
+{{- end }}
 {{- end }}
 {{- toJson $own }}
 {{- end }}
