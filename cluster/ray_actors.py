@@ -202,6 +202,14 @@ class SupervisorActor:
         await end(self._scaling)
         await self._loop.leave()
 
+    async def retire(self) -> None:
+        """After another cluster has replaced this one: see Supervisor.retire. This process ends with the last worker.
+        If Ray restarts it before that, Ray repeats the call."""
+        self._loop.retire()
+        await self.run()
+        await self.leave()
+        ray.kill(ray.get_runtime_context().current_actor)
+
 
 class OwnerActor:
     """Represents a `tandem up` on an external Ray: not detached, so Ray ends it with that process."""

@@ -3,6 +3,7 @@
     no supervisor                ─▶ start one: a detached actor on the head's node
     one with these settings      ─▶ follow it
     one with other settings      ─▶ replace it; the new one finds the workers, which keep the settings that they have
+    one of a former cluster      ─▶ retire it: another checkpoint of the model has a cluster of its own
 
 Unlike `tandem up`, this process ends no worker: it may be killed and started again, with or without Ray's head, while
 streams run. Workers end with their Ray nodes. The settings have the initial sizes; later sizes in the registry, from
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import secrets
 import signal
@@ -47,6 +49,7 @@ OF_THIS_POD = {"advertise_host", "ray_address"}
 RETRY_S = 2.0
 LEAVE_S = 5.0  # for a replaced supervisor to release its lease
 EITHER_POOL = "EITHER_POOL"  # environment variable: the pods of the RayCluster serve either pool
+RELEASE_CLUSTERS = "RELEASE_CLUSTERS"  # environment variable: the clusters of all models of the release, in JSON
 
 
 def main(launcher: str = LAUNCHER) -> int:
@@ -107,7 +110,8 @@ async def _want(settings: Settings) -> None:
 
 
 def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
-    """The supervisor with these settings; ends all others of this cluster, without their workers."""
+    """The supervisor with these settings; ends all others of this cluster, without their workers, and retires those of
+    the release's former clusters."""
     base = _supervisor_name(settings.cluster)
     placement = placement_of(settings, os.environ)
     described = settings.model_dump_json(exclude=OF_THIS_POD) + str(placement)
@@ -115,6 +119,9 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     for other in _our_actors(f"{base}/"):
         if other != name:
             _replace(ray.get_actor(other, namespace=NAMESPACE))
+    for former in _former(json.loads(os.environ.get(RELEASE_CLUSTERS, "[]"))):
+        with suppress(AttributeError, ValueError):  # an older version lacks the method; or it has ended meanwhile
+            ray.get_actor(former, namespace=NAMESPACE).retire.remote()  # it answers after the end of its last worker
     options: Any = ray.remote(SupervisorActor).options(
         name=name,
         namespace=NAMESPACE,
@@ -126,6 +133,14 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         max_task_retries=-1,
     )
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
+
+
+def _former(clusters: list[str]) -> list[str]:
+    """The supervisors that drivers have started on this Ray for other clusters than these, which are all of the
+    release's; none if they are not known."""
+    base = _supervisor_name("")
+    of = {name: name.removeprefix(base).rpartition("/")[0] for name in _our_actors(base)}  # empty: of a `tandem up`
+    return [name for name, cluster in of.items() if clusters and cluster and cluster not in clusters]
 
 
 def placement_of(settings: Settings, environment: Mapping[str, str]) -> Placement:

@@ -85,6 +85,7 @@ class Supervisor:
         self._workers: dict[str, _Worker] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._stopping = False
+        self._retired = False
         self._found_survivors = asyncio.Event()  # not while run() looks for them
         self._found_survivors.set()
         self._wake = asyncio.Event()
@@ -94,7 +95,8 @@ class Supervisor:
         self._new_event = asyncio.Condition()
 
     async def run(self) -> None:
-        """Reconciles until stop(). Raises PreconditionFailed when another supervisor has this cluster's lease."""
+        """Reconciles until stop(), or after retire() until the last worker has ended. Raises PreconditionFailed when
+        another supervisor has this cluster's lease."""
         self._found_survivors.clear()
         try:
             if self._lease is not None:
@@ -108,7 +110,7 @@ class Supervisor:
         leave = forever(self._leave_nodes, name="leave nodes")
         late = forever(self._find_late, name="late survivors")
         try:
-            while not self._stopping:
+            while not self._stopping and (self._workers or not self._retired):
                 self._wake.clear()
                 retry_at = self._reconcile()
                 await within(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
@@ -152,6 +154,11 @@ class Supervisor:
         if self._lease is not None:
             await self._lease.release()
 
+    def retire(self) -> None:
+        """No worker is started any more, and run() ends with the last one. Until then workers drain as before."""
+        self._retired = True
+        self._wake.set()
+
     async def events(self, after: int) -> list[Event]:
         """Events after number `after`; waits for the first. A larger number than the latest is from an earlier
         incarnation of this supervisor; its caller gets all events."""
@@ -168,7 +175,7 @@ class Supervisor:
             for worker in self._workers.values()
         ]
         steps = plan(self._wanted, live, self._backoffs, self._clock(), self._model)
-        for worker_id in steps.start:
+        for worker_id in () if self._retired else steps.start:
             self._watch(worker_id, self._host.create(worker_id))
         for worker_id in steps.stop:
             once(self._drain(self._workers[worker_id], self._grace_s), name=f"drain {worker_id}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.kuberay import driver
 from tandem.errors import PreconditionFailed, TandemError, Unavailable, WorkerLost
+from tandem.settings import Settings
 
 
 class Supervisor:
@@ -102,6 +105,31 @@ def test_a_supervisor_that_is_replaced_gives_its_lease_back_and_ends(
     monkeypatch.setattr(driver, "ray", ray)
     driver._replace(ray)
     assert ray.calls == ["leave", "kill"]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "retired"),
+    [(["demo-1.chat-2", "demo-1.small-1"], ["tandem-supervisor-demo-1.chat-1/0"]), (None, [])],
+)
+def test_the_supervisor_of_a_former_checkpoint_is_retired(
+    monkeypatch: pytest.MonkeyPatch, clusters: list[str] | None, retired: list[str]
+) -> None:
+    """Another checkpoint has another cluster, beside which the supervisor of the former one would ask for pods for
+    ever. Those of the release's other models and of a `tandem up` stay. In the control the release's clusters are
+    not known, and all stay."""
+    names = [f"tandem-supervisor-{name}" for name in ("demo-1.chat-1/0", "demo-1.small-1/0", "default")]
+    called: list[str] = []
+
+    def actor(name: str, namespace: str) -> Any:
+        return SimpleNamespace(retire=SimpleNamespace(remote=lambda: called.append(name)))
+
+    started = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None))
+    monkeypatch.setattr(driver, "ray", SimpleNamespace(get_actor=actor, remote=lambda _: started))
+    monkeypatch.setattr(driver, "_our_actors", lambda prefix: [name for name in names if name.startswith(prefix)])
+    if clusters is not None:
+        monkeypatch.setenv(driver.RELEASE_CLUSTERS, json.dumps(clusters))
+    driver._supervisor(Settings(model="m", cluster="demo-1.chat-2"), "launcher")
+    assert called == retired
 
 
 def test_the_driver_waits_for_what_starts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

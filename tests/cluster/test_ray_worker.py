@@ -271,6 +271,46 @@ async def test_a_cluster_does_not_end_because_the_connection_to_its_owner_broke(
     assert (supervisor.stopped.is_set(), killed) == (True, ["me"])
 
 
+class Loop(Supervisor):
+    """A supervisor's loop that ends when the test permits it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.over = calls, asyncio.Event()
+
+    def retire(self) -> None:
+        self.calls.append("retire")
+
+    async def run(self) -> None:
+        await self.over.wait()
+        self.calls.append("over")
+
+    async def leave(self) -> None:
+        self.calls.append("leave")
+
+
+class Retiring(SupervisorActor):
+    def __init__(self, loop: Supervisor) -> None:
+        self._loop, self._run, self._scaling, self._owner = loop, None, None, ""
+        self._settings = Settings(model="fake")
+
+
+async def test_a_retired_supervisor_ends_its_process_after_its_last_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers only then, so that Ray makes the call again if it restarts the process before; and the call may be
+    made twice."""
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "kill", calls.append)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Context", (), {"current_actor": "killed"}))
+    loop = Loop(calls)
+    supervisor = Retiring(loop)
+    retiring = [asyncio.create_task(supervisor.retire()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert calls == ["retire", "retire"]
+    loop.over.set()
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(*retiring)
+    assert calls[2:] == ["over", *2 * ["leave", "killed"]]
+
+
 # ---- with Ray
 
 

@@ -405,6 +405,31 @@ async def test_a_survivor_that_says_late_what_it_is_is_followed(
         assert not host.processes["decode-0"].killed
 
 
+async def test_a_retired_supervisor_starts_no_worker_and_ends_with_the_last(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cluster has replaced its own in an upgrade. The workers that it has still drain when their nodes end. In
+    the control, before that, a worker that has ended is started again."""
+    monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.01)
+    await registry.set_wanted({"decode": 1})
+    host = FakeHost()
+    host.nodes = {"decode-0": "pod"}
+    supervisor = Supervisor(host, registry, grace_s=7.0)
+    running, watch = asyncio.create_task(supervisor.run()), Watch(supervisor)
+    await watch.until(Kind.READY, "decode-0")
+    host.processes["decode-0"].end()
+    await watch.until(Kind.READY, "decode-0")
+    last = host.processes["decode-0"]
+    supervisor.retire()
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    host.ending = {"pod"}
+    async with asyncio.timeout(SOON_S):
+        await running
+    assert last.graces == [7.0]
+    assert host.processes == {"decode-0": last}
+
+
 async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
     """Losing the registry's content changes no pool: the last known sizes are written back."""
     host = FakeHost()

@@ -3,6 +3,7 @@ use."""
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from helm_python.errors import HelmError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.kuberay.driver import EITHER_POOL, placement_of
+from cluster.kuberay.driver import EITHER_POOL, RELEASE_CLUSTERS, placement_of
 from cluster.kuberay.pool_objects import PREFIX
 from cluster.placement import Node, needs
 from tandem import settings as tandem_settings
@@ -173,6 +174,16 @@ def test_with_ray_each_model_has_a_supervisor_and_nodes_for_its_workers_alone(sw
     assert (models["chat"].decode, models["small"].autoscale) == (2, "off")
     (role,) = [one for one in documents if one["kind"] == "Role"]
     assert role["rules"][0]["resourceNames"] == [f"{NAME}-tandem-{component}" for component in COMPONENTS]
+
+
+def test_a_driver_knows_the_clusters_of_its_release() -> None:
+    """All others on its Ray are those of former checkpoints, whose supervisors it retires."""
+    for values in (VALUES, {"settings": {"model": "org/chat"}}):
+        (cluster,) = [one for one in render({**values, "orchestrator": "ray"}) if one["kind"] == "RayCluster"]
+        drivers = groups(cluster)["head"]["spec"]["initContainers"]
+        for driver in drivers:
+            (known,) = [one["value"] for one in driver["env"] if one["name"] == RELEASE_CLUSTERS]
+            assert json.loads(known) == [read(one).cluster for one in drivers]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
 from tests.deploy import chart, crds
 from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
-from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named, pods, valid, values_of
+from tests.deploy.test_chart import NEWEST, OLDEST, containers, fits_together, groups, named, pods, valid, values_of
 
 Values = dict[str, Any]
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
@@ -73,6 +73,7 @@ CRON = {
 }
 KEDA = {"kind": "keda", "min": 2, "max": 9, "triggers": [CRON]}
 TANDEM = {"kind": "tandem", "min": 2, "max": 9}
+FIXED = {"kind": "tandem", "min": 2, "max": 2}
 OF_A_RELEASE |= {
     "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
     "keda": {
@@ -86,7 +87,7 @@ ONLY_KUBERNETES: dict[str, Values] = {
     "no-prefill": {"pools": {"prefill": {"replicas": 0}}},
 }
 ONLY_RAY: dict[str, Values] = {
-    "one-scaled": {"pools": {"decode": {"autoscaling": TANDEM}}},
+    "one-scaled": {"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": TANDEM}}},
     "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
     "either-pool": {"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": TANDEM}}},
 }
@@ -325,6 +326,21 @@ def test_routers_start_without_the_hub() -> None:
     assert [volume for volume in decode["volumes"] if "hostPath" in volume]
 
 
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_what_asks_the_hub_has_the_environment_for_that(orchestrator: str) -> None:
+    """A proxy or a mirror reaches the job and the init containers of routers and workers, and nothing else: a worker
+    asks no hub."""
+    mirror = {"name": "HF_ENDPOINT", "value": "https://mirror.example.com"}
+    values = {"settings": {"model": "org/name"}, "model_cache": {"kind": "claim", "job": {"env": [mirror]}}}
+    templates = pods(render({**values, "orchestrator": orchestrator}))
+    found = {(pod, one["name"]): one for pod, template in templates for one in containers(template["spec"])}
+    asks = {name for name, one in found.items() if one.get("command", [""])[0] == "hf"}
+    assert {name for name, one in found.items() if mirror in one.get("env", [])} == asks
+    assert {name.removeprefix(f"{NAME}-tandem-").partition("-")[0] for name, _ in asks} == {
+        *("router", "prefill", "decode", "model")
+    }
+
+
 def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:
     """Namespace and release are labels, which sums drop; severities and the URL of the pages are values."""
     severities = {"page": "critical", "ticket": "warning"}
@@ -413,6 +429,41 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
     assert plain_size["spec"]["replicas"] == 1
 
 
+def test_a_driver_has_what_the_pod_of_the_head_is_given() -> None:
+    """Such as the authority of the registry, whose path is in its URL."""
+    models = [{"name": name, "settings": {"model": "m"}} for name in ("a", "b")]
+    head = {"ray": {"head": merged(DISK, OF_A_POD["env"])}}
+    for values in ({"settings": {"model": "m"}}, {"models": models}):
+        found = containers(groups(ray_cluster(merged(values, head)))["head"]["spec"])
+        assert len(found) == (3 if "models" in values else 2)
+        for one in found:
+            assert DISK["volumeMounts"][0] in one["volumeMounts"], one["name"]
+            assert OF_A_POD["env"]["env"][0] in one["env"], one["name"]
+
+
+def test_the_heads_pod_starts_without_the_models_cache() -> None:
+    """Nothing in it reads a model, and its node may lack the folder that the nodes of the pools have. The control is a
+    pod of a pool."""
+    cache = {"kind": "hostPath", "hostPath": "/m"}
+    templates = groups(ray_cluster({"settings": {"model": "/models/llama"}, "model_cache": cache}))
+    mounted = {name for name, one in templates.items() if any("hostPath" in of for of in one["spec"]["volumes"])}
+    assert (mounted, set(templates) - mounted) == ({"prefill", "decode"}, {"head"})
+
+
+def test_the_supervisor_of_both_pools_has_the_longest_time_of_both() -> None:
+    """To start, of either pool; and to drain, for which 0 is a time, too."""
+    for starts, drains in (((7200, 600), (0, 0)), ((600, 7200), (5, 90))):
+        pools = {
+            pool: {"startup_s": start, "settings": {"drain_grace_s": drain}}
+            for pool, start, drain in zip(("prefill", "decode"), starts, drains, strict=True)
+        }
+        templates = groups(ray_cluster({"settings": {"model": "m"}, "pools": pools}))
+        env = {one["name"]: one.get("value") for one in templates["head"]["spec"]["initContainers"][0]["env"]}
+        assert float(env["TANDEM_START_TIMEOUT_S"]) == 7200
+        assert float(env["TANDEM_DRAIN_GRACE_S"]) == max(drains)
+        assert templates["decode"]["spec"]["terminationGracePeriodSeconds"] == max(drains) + 30
+
+
 def test_pods_of_either_group_may_serve_either_pool() -> None:
     """With ray.switch_roles each pod offers both pools, and the driver knows it. The groups stay, because KubeRay
     cannot remove one. In the control, without it, a pod offers its own pool."""
@@ -437,13 +488,16 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
         ({"orchestrator": "slurm"}, "orchestrator"),
         ({"orchestrator": "kubernetes", "ray": {"switch_roles": True}}, "orchestrator: ray"),
+        ({"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": FIXED}}}, "model m: autoscaling.kind"),
+        ({"pools": {"decode": {"autoscaling": FIXED}}}, "autoscaling.min is below"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
     ],
 )
 def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:
-    """The error names the value and what to set instead."""
+    """The error names the value and what to set instead. Values with which the processes would not start are refused,
+    too."""
     with pytest.raises(HelmError) as caught:
         render(merged({"orchestrator": "ray", "settings": {"model": "m"}}, values))
     assert told in str(caught.value)

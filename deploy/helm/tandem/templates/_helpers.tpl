@@ -81,6 +81,9 @@ another one. */}}
 {{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
 {{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
 {{- end }}
+{{- if and (eq (int $own.prefill) (int $own.prefill_max)) (eq (int $own.decode) (int $own.decode_max)) }}
+{{- fail (printf "model %s: autoscaling.kind tandem needs a pool whose autoscaling.min is below its autoscaling.max" .settings.model) }}
+{{- end }}
 {{- end }}
 {{- toJson $own }}
 {{- end }}
@@ -189,13 +192,13 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 {{- end }}
 
-{{- /* (root, router): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model is a
-folder of the cache. */}}
+{{- /* (root, router, none): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model
+is a folder of the cache. none: the pod needs nothing of a model. */}}
 {{- define "tandem.volumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
 - name: models
-{{- $own := and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download }}
+{{- $own := or .none (and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download) }}
 {{- with .root.Values.model_cache }}
 {{- if $own }}
   emptyDir: {sizeLimit: 1Gi}
@@ -242,6 +245,7 @@ folder of the cache. */}}
     - {name: HF_HOME, value: /models/hub}
     - {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
     {{- include "tandem.hub_token" $.root | nindent 4 }}
+    {{- with $.root.Values.model_cache.job.env }}{{ toYaml . | nindent 4 }}{{ end }}
   resources: {{- toYaml $.root.Values.model_cache.job.resources | nindent 4 }}
   securityContext: {{- include "tandem.hardened" $.root | nindent 4 }}
   volumeMounts:
