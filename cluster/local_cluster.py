@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -320,7 +320,8 @@ class LocalCluster:
 
     def _report(self, text: str) -> None:
         if self._report_to:
-            self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
+            with suppress(OSError):  # a full disk, or a terminal that is gone, must not end the cluster
+                self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
 
 
 def run_forever(
