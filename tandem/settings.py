@@ -267,8 +267,8 @@ class Settings(BaseSettings):
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish its requests."""
     start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
-    """`tandem up` restarts a worker that has completed no stage of its start for this long. Reading the weights is one
-    stage."""
+    """`tandem up` restarts a worker that has completed no stage of its start for this long; reading the weights is one
+    stage. It ends if its own start takes longer than this, and longer than 10 minutes."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

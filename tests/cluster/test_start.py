@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+import pytest
+
+from cluster import local_cluster
 from cluster.local_cluster import LocalCluster, _Supervised
 from cluster.supervision.worker_process import Event, Kind
+from tandem.errors import DeadlineExceeded
 from tandem.settings import Settings
 
 
@@ -23,3 +27,29 @@ def test_a_report_that_cannot_be_printed_ends_no_cluster() -> None:
     cluster._note(supervised, Event(seq=1, kind=Kind.LOADING, worker_id="decode-0", text="loaded"))
     cluster._note(supervised, Event(seq=2, kind=Kind.STOPPED, worker_id="decode-0"))
     assert [line.partition("decode-0: ")[2] for line in printed] == ["loaded", "stopped"]
+
+
+@pytest.mark.parametrize(("limit_s", "enough"), [(3600.0, True), (1200.0, False)])
+def test_a_start_may_take_as_long_as_the_setting_permits(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, enough: bool
+) -> None:
+    """A model whose weights take 25 minutes is not given up after ten. Control: with a limit of 20 minutes it is."""
+    cluster, now = LocalCluster(Settings(model="fake", port=0, start_timeout_s=limit_s)), 0.0
+    cluster._began = now
+    monkeypatch.setattr(local_cluster, "monotonic", lambda: now)
+
+    def events(timeout_s: float | None = None) -> list[Event]:
+        nonlocal now
+        now += 300.0
+        kind = Kind.READY if now == 1500.0 else Kind.LOADING
+        event = Event(seq=1, kind=kind, worker_id="decode-0")
+        if kind is Kind.READY:
+            cluster._ready["decode-0"] = event
+        return [event]
+
+    monkeypatch.setattr(cluster, "events", events)
+    if enough:
+        cluster._await_ready({"decode": 1})
+    else:
+        with pytest.raises(DeadlineExceeded, match="start_timeout_s"):
+            cluster._await_ready({"decode": 1})
