@@ -97,7 +97,7 @@ def generate(
     prompt_input: Prompt | None = source if ids is None else ids
     if chat:
         prompt_input, options["messages"] = None, _messages(system, source)
-    with connected(target) as client:
+    with connected(target, timed=timeout is not None) as client:
         with closing(client.stream(prompt_input, n=n, timeout=timeout, **options)) as stream:
             answers = _answers(stream, output, with_text=ids is None)
         _show(answers, output, several=n is not None, receipt=receipt)

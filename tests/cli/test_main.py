@@ -260,8 +260,24 @@ def test_sentences_say_what_to_do() -> None:
     """Each kind of error has its advice, and retry_after comes first."""
     assert sentence(errors.Busy("full", retry_after=1.5)) == "full; try again in 1.5 s"
     assert sentence(errors.TooLarge("too long", field="text")) == "text: too long; send less"
-    assert "--timeout" in sentence(errors.DeadlineExceeded("late"))
+    assert sentence(errors.DeadlineExceeded("late"), timed=True) == "late; allow more time with --timeout"
     assert sentence(errors.WorkerLost("decode-0 died"), "h:1") == "decode-0 died; try again"
+
+
+@pytest.mark.parametrize(("given", "advised"), [(["--timeout", "5"], True), ([], False)])
+async def test_more_time_is_advised_where_the_command_was_given_a_limit(
+    fake: Any, given: list[str], advised: bool
+) -> None:
+    """The server's own limit is also the longest that --timeout permits."""
+
+    async def late(_: Any) -> Any:
+        raise errors.DeadlineExceeded("the deadline passed")
+        yield
+
+    fake.script = late
+    result = await run("generate", "Hi", *given, "--target", fake.target)
+    advice = "; allow more time with --timeout" if advised else ""
+    assert result == Result(1, "", f"error: the deadline passed{advice}\n")
 
 
 # ---- operators
@@ -487,6 +503,19 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given |= {"memory_utilization": 0.5, "device": "cpu", "cluster": "blue", "ray_address": "auto"}
     given |= {"transport": "nccl", "logs": Path("kept"), "kv_dtype": "fp8", "adapters": {"a": "x", "b": "y=z"}}
     assert {name: getattr(seen[0], name) for name in given} == given
+
+
+def test_no_option_is_advised_that_the_command_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tandem up` has no --timeout."""
+
+    def run_forever(settings: Any, as_json: bool) -> int:
+        raise errors.DeadlineExceeded("not ready within 900 s")
+
+    module = ModuleType("cluster.local_cluster")
+    module.run_forever = run_forever  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster.local_cluster", module)
+    result = CliRunner().invoke(app, ["up", "--model", "m"])
+    assert (result.exit_code, result.stderr) == (1, "error: not ready within 900 s\n")
 
 
 @pytest.mark.parametrize("given", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
