@@ -146,7 +146,8 @@ def run(
     with reported():
         from cli.local_run import run
 
-        run(model, " ".join(prompt or ()), {"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        raise typer.Exit(0 if run(model, " ".join(prompt or ()), options) else 1)
 
 
 @app.command()

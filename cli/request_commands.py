@@ -165,7 +165,7 @@ def chat(
 ) -> None:
     """Talk to the model, line by line; /help says what else a line can be."""
     with connected(target) as client:
-        from cli.chat import Chat, typed
+        from cli.chat import Chat, converse
 
         options = {
             "max_tokens": max_tokens,
@@ -178,7 +178,8 @@ def chat(
         info = client.model_info(model or "")
         options["model"] = info.model if len(info.models) > 1 else None
         tell(f"{info.model}; /help says what a line can be, Ctrl-D ends")
-        Chat(client, write, write_dim, tell, options, system).run(typed())
+        if not converse(Chat(client, write, write_dim, tell, options, system)):
+            raise typer.Exit(1)
 
 
 def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:

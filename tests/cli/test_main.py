@@ -160,6 +160,34 @@ async def test_chat(fake: Any) -> None:
     assert (await run("generate", "--system", "x", "Hi")).code == 2
 
 
+@pytest.mark.parametrize("command", ["chat", "run"])
+async def test_a_pipe_learns_whether_all_its_lines_were_answered(fake: Any, command: str) -> None:
+    """A failed turn ends no conversation, and the exit code is 1."""
+    args = ["chat", "--target", fake.target] if command == "chat" else ["run", "m"]
+
+    async def talk() -> Result:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STUBBED, fake.target, *args, stdin=-1, stdout=-1, stderr=-1
+        )
+        out, err = await asyncio.wait_for(process.communicate(b"one\ntwo\n"), SOON_S)
+        return Result(process.returncode or 0, out.decode(), err.decode())
+
+    answered = await talk()
+    assert (answered.code, answered.out) == (0, "Hello!\nHello!\n")
+    whole = fake.script
+
+    async def refuse_the_first(request: Any) -> Any:
+        if request.chat.messages[-1].content == b"one":
+            raise errors.Busy("full")
+        async for event in whole(request):
+            yield event
+
+    fake.script = refuse_the_first
+    refused = await talk()
+    assert (refused.code, refused.out) == (1, "Hello!\n")
+    assert "error: full" in refused.err
+
+
 async def test_generate_options(fake: Any) -> None:
     """Every sampling option reaches the request."""
     flags = "--temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 18446744073709551615 --ignore-eos"
@@ -538,7 +566,7 @@ def test_up_refuses_impossible_settings() -> None:
 
 # ---- demo
 
-DEMO = """
+STUBBED = """
 import sys
 import threading
 from types import ModuleType
@@ -564,7 +592,7 @@ async def demo(fake: Any, prompts: str, folder: Any, *more: str, **env: str) -> 
     path = folder / "prompts.jsonl"
     path.write_text(prompts)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DEMO, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
+        sys.executable, "-c", STUBBED, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
         stdout=-1, stderr=-1, env={**os.environ, **env},
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), SOON_S)
