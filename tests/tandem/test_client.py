@@ -509,6 +509,8 @@ def test_calls_are_forced_as_over_http(options: dict[str, Any], name: str, sever
         ("x", {"grammar": {"frob": "a"}}, "grammar"),
         ("x", {"grammar": {"regex": 5}}, "grammar.regex"),
         ("x", {"grammar": {"choice": 5}}, "grammar.choice"),
+        ("x", {"grammar": {"choice": "yes"}}, "grammar.choice"),
+        ("x", {"bad_words": "yes"}, "bad_words"),
         ("x", {"grammar": {"json_schema": {"a": {1}}}}, "grammar.json_schema"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"stop": [5]}, "stop"),
@@ -540,6 +542,13 @@ def test_what_cannot_be_sent_is_refused(prompt: Any, options: dict[str, Any], fi
         build_request(prompt, **options)
     assert caught.value.field == field
     assert caught.value.bound
+
+
+async def test_one_prompt_is_no_list_of_prompts(client: Any) -> None:
+    """Its letters are not the prompts of jobs."""
+    with pytest.raises(InvalidRequest) as caught:
+        await client.submit_many("Hello")
+    assert caught.value.field == "prompts"
 
 
 def test_too_large_to_send() -> None:
