@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cluster import local_cluster
 from cluster.local_cluster import LocalCluster, _Supervised
 from cluster.supervision.worker_process import Event, Kind
-from tandem.errors import DeadlineExceeded
+from tandem.errors import DeadlineExceeded, SettingsError
 from tandem.settings import Settings
 
 
@@ -27,6 +28,21 @@ def test_a_report_that_cannot_be_printed_ends_no_cluster() -> None:
     cluster._note(supervised, Event(seq=1, kind=Kind.LOADING, worker_id="decode-0", text="loaded"))
     cluster._note(supervised, Event(seq=2, kind=Kind.STOPPED, worker_id="decode-0"))
     assert [line.partition("decode-0: ")[2] for line in printed] == ["loaded", "stopped"]
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "not known"), UnicodeError("label too long")])
+def test_a_host_that_is_none_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """In one sentence that names the setting."""
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SettingsError, match="nowhere") as refused:
+        LocalCluster(Settings(model="fake", host="nowhere", port=0)).start()
+    assert refused.value.field == "host"
 
 
 @pytest.mark.parametrize(("limit_s", "enough"), [(3600.0, True), (1200.0, False)])
