@@ -546,6 +546,20 @@ def test_no_option_is_advised_that_the_command_lacks(monkeypatch: pytest.MonkeyP
     assert (result.exit_code, result.stderr) == (1, "error: not ready within 900 s\n")
 
 
+@pytest.mark.parametrize("option", ["--tp", "--prefill-tp", "--decode-tp"])
+def test_no_worker_has_zero_ranks(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """0 is refused, not taken for an option that is absent. Control: 2 is passed on."""
+    seen = []
+    module = ModuleType("cluster.local_cluster")
+    module.run_forever = lambda settings, as_json: seen.append(settings) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster.local_cluster", module)
+    refused = CliRunner().invoke(app, ["up", "--model", "m", option, "0"])
+    assert (refused.exit_code, "_tp" in refused.stderr, seen) == (2, True, [])
+    assert CliRunner().invoke(app, ["up", "--model", "m", option, "2"]).exit_code == 0
+    ranks = {"--tp": (2, 2), "--prefill-tp": (2, 1), "--decode-tp": (1, 2)}[option]
+    assert (seen[0].prefill_tp, seen[0].decode_tp) == ranks
+
+
 @pytest.mark.parametrize("given", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
 def test_up_refuses_adapters_that_are_none(given: list[str]) -> None:
     """Each is NAME=FOLDER, and no name comes twice."""
