@@ -57,8 +57,8 @@ def read_prompts(path: Path, max_tokens: int) -> list[Row]:
     """The rows of a file of JSON lines. Raises SettingsError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SettingsError(f"cannot read the prompts in {path}: {error.strerror}", field="prompts") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the prompts in {path}: {error}", field="prompts") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if line.strip():

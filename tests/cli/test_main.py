@@ -667,13 +667,15 @@ async def test_demo_fails_when_a_request_fails(fake: Any, events: Any, tmp_path:
     assert "1 of 2 requests finished" in result.out
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": "a", "mx_tokens": 3}', '{"messages": []}', ""])
-async def test_demo_refuses_a_wrong_file(fake: Any, tmp_path: Any, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"prompt": "a", "mx_tokens": 3}', '{"messages": []}', "", b'{"prompt": "\xe9"}']
+)
+async def test_demo_refuses_a_wrong_file(tmp_path: Any, line: str | bytes) -> None:
     """A wrong line is named before anything is started."""
     from cli.demo import read_prompts
 
     path = tmp_path / "prompts.jsonl"
-    path.write_text(line)
+    path.write_bytes(line if isinstance(line, bytes) else line.encode())
     with pytest.raises(errors.SettingsError, match="prompts"):
         read_prompts(path, 8)
 
