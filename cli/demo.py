@@ -22,6 +22,7 @@ from rich.text import Text
 from cli import receipt_rendering, rendering
 from tandem.errors import SettingsError, TandemError
 from tandem.settings import load
+from tandem.telemetry import logs
 
 if TYPE_CHECKING:
     from tandem.async_client import AsyncClient
@@ -103,6 +104,7 @@ def run(
         raise SettingsError("the demo model is missing; name a checkpoint with --model", field="model")
     rows = read_prompts(prompts or HOME / "prompts.jsonl", max_tokens)
     settings = load(model=model or str(home), prefill=prefill, decode=decode, port=0)
+    logs.configure(settings, "demo")
     screen = sys.stderr if as_json else sys.stdout
     console = Console(file=screen, highlight=False, width=None if screen.isatty() else 160)
 

@@ -13,12 +13,14 @@ from cli.output import tell, write, write_dim
 from cluster.local_cluster import LocalCluster
 from tandem.client import Client
 from tandem.settings import load
+from tandem.telemetry import logs
 
 
 def run(model: str, prompt: str, options: dict[str, Any]) -> bool:
     """Answers the prompt on stdout; without one every line of stdin is a turn of a conversation. Returns whether the
     lines of a pipe were all answered. Raises TandemError, also if the cluster does not start."""
     settings = load(model=model, port=0)
+    logs.configure(settings, "run")
     with sigterm_interrupts(), LocalCluster(settings, lambda line: print(line, file=sys.stderr)) as cluster:
         with Client(cluster.target) as client:
             if not prompt:

@@ -174,6 +174,7 @@ async def test_a_pipe_learns_whether_all_its_lines_were_answered(fake: Any, comm
 
     answered = await talk()
     assert (answered.code, answered.out) == (0, "Hello!\nHello!\n")
+    assert ("valkey.not_restarted" in answered.err) == (command == "run")  # the log of its cluster
     whole = fake.script
 
     async def refuse_the_first(request: Any) -> Any:
@@ -585,11 +586,14 @@ import sys
 import threading
 from types import ModuleType
 
+import structlog
+
 class LocalCluster:
     target = sys.argv.pop(1)
     def __init__(self, settings, report):
         self.report = report
     def __enter__(self):
+        structlog.get_logger().warning("valkey.not_restarted")
         self.report("cluster is up")
         return self
     def __exit__(self, *_):
@@ -632,7 +636,7 @@ async def test_demo_sends_everything_and_accounts_for_it(fake: Any, tmp_path: An
 
 
 async def test_demo_as_json(fake: Any, tmp_path: Any) -> None:
-    """One list on stdout, an object for each prompt; the rest is on stderr."""
+    """One list on stdout, an object for each prompt; the rest, the log included, is on stderr."""
     result = await demo(fake, PROMPTS, tmp_path, "--output", "json")
     rows = json.loads(result.out)
     assert [(row["name"], row["state"], row["text"]) for row in rows] == [
@@ -640,7 +644,7 @@ async def test_demo_as_json(fake: Any, tmp_path: Any) -> None:
         ("demo-2", "done", "Hello!"),
     ]
     assert rows[0]["receipt"]["path"] == "disaggregated"
-    assert (result.code, "demo-1 done" in result.err) == (0, True)
+    assert (result.code, "demo-1 done" in result.err, "valkey.not_restarted" in result.err) == (0, True, True)
 
 
 async def test_demo_draws_on_a_terminal(fake: Any, tmp_path: Any) -> None:
