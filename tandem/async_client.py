@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
-from tandem.grpc_errors import from_rpc
+from tandem.grpc_errors import from_rpc, until_closed
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc import unary_calls
 from tandem.rpc.channel import _Connection
@@ -77,9 +77,10 @@ class AsyncClient(_Connection):
         with unary_calls.call_span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
-                async for event in call:
-                    if (piece := reader.read(event)) is not None:
-                        yield piece
+                with until_closed():
+                    async for event in call:
+                        if (piece := reader.read(event)) is not None:
+                            yield piece
                 reader.end()
             except grpc.RpcError as error:
                 raise from_rpc(error, late=_late(timeout, reader)) from error
@@ -111,9 +112,10 @@ class AsyncClient(_Connection):
         while not watching.reader.complete:
             call = self._watch(watching.request(), metadata=self._metadata)
             try:
-                async for answer in call:
-                    if (piece := watching.read(answer)) is not None:
-                        yield piece
+                with until_closed():
+                    async for answer in call:
+                        if (piece := watching.read(answer)) is not None:
+                            yield piece
                 watching.reader.end()
             except grpc.RpcError as error:
                 if not watching.reader.complete:
@@ -184,7 +186,8 @@ class AsyncClient(_Connection):
 
     async def _ask(self, question: Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
         try:
-            return question.read(await self._call(question, span))
+            with until_closed():
+                return question.read(await self._call(question, span))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

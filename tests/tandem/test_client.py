@@ -9,6 +9,7 @@ import pytest
 
 from tandem import AsyncClient, Client
 from tandem.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -121,6 +122,28 @@ async def test_a_cancelled_task_cancels_the_server(fake: Any, events: Any) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("call", ["generate", "workers"])
+async def test_a_closed_client_ends_its_calls_with_an_error(client: Any, fake: Any, events: Any, call: str) -> None:
+    """Not with a CancelledError, which would end a task that nobody cancelled in silence."""
+    begun = asyncio.Event()
+
+    async def endless(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def never() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    fake.script, fake.before_workers = endless, never
+    task = asyncio.create_task(client.generate("Hi") if call == "generate" else client.workers())
+    await begun.wait()
+    await client.close()
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(task, 60)
 
 
 async def test_many_streams_share_one_connection(client: Any, fake: Any) -> None:
