@@ -139,7 +139,6 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer})
         return True
 
-
     def _tell_failure(self, error: TandemError) -> None:
         self.failed = True
         self.tell(f"error: {sentence(error)}")

@@ -145,7 +145,7 @@ def calling(peer: str) -> Iterator[None]:
 
 @contextmanager
 def until_closed() -> Iterator[None]:
-    """Around a call of AsyncClient: raises Cancelled when the client is closed meanwhile, as Client does. grpc.aio raises
+    """Around a call of AsyncClient: raises Cancelled if the client is closed meanwhile, as Client does. grpc.aio raises
     CancelledError, which a TaskGroup ignores in a task that was not cancelled; a cancellation of the task itself is
     passed on."""
     try:
