@@ -36,13 +36,15 @@ class Chat:
     system: str = ""
     messages: list[dict[str, str | bytes]] = field(default_factory=list)
     receipt: Receipt | None = None
+    failed: bool = False
 
-    def run(self, lines: Iterable[str]) -> None:
-        """Runs until the lines end or one is /quit."""
+    def run(self, lines: Iterable[str]) -> bool:
+        """Runs until the lines end or one is /quit. Returns whether no line failed."""
         for line in lines:
             if line.strip() == "/quit":
-                return
+                break
             self.take(line.strip())
+        return not self.failed
 
     def take(self, line: str) -> None:
         command, _, rest = line.partition(" ")
@@ -77,8 +79,15 @@ class Chat:
 
     def _choose_model(self, name: str) -> None:
         """Sets the adapter of the requests, empty for the model itself, and the model if there are several."""
-        chosen = self.client.model_info(self.options.get("model") or "")
-        others = [self.client.model_info(one) for one in chosen.models if one != chosen.model]
+        try:
+            chosen = self.client.model_info(self.options.get("model") or "")
+            others = [self.client.model_info(one) for one in chosen.models if one != chosen.model]
+        except KeyboardInterrupt:
+            self.tell("ended")
+            return
+        except TandemError as error:
+            self._tell_failure(error)
+            return
         if not name:
             current = self.options.get("adapter") or chosen.model
             names = [known for info in (chosen, *others) for known in (info.model, *info.adapters)]
@@ -125,10 +134,14 @@ class Chat:
                 return False
         except TandemError as error:
             self.messages.pop()
-            self.tell(f"error: {sentence(error)}")
+            self._tell_failure(error)
             return False
         self.messages.append({"role": "assistant", "content": answer})
         return True
+
+    def _tell_failure(self, error: TandemError) -> None:
+        self.failed = True
+        self.tell(f"error: {sentence(error)}")
 
 
 def about(receipt: Receipt) -> str:
@@ -141,6 +154,12 @@ def about(receipt: Receipt) -> str:
         parts.append(f"{receipt.cached_tokens / receipt.prompt_tokens:.0%} of the prompt was cached")
     where = f"{receipt.prefill_worker} → {receipt.decode_worker}" if receipt.prefill_worker else receipt.decode_worker
     return ", ".join([*parts, where])
+
+
+def converse(chat: Chat) -> bool:
+    """The conversation that is typed, or comes through a pipe. Returns whether all was answered; on a terminal, the
+    person has seen it."""
+    return chat.run(typed()) or sys.stdin.isatty()
 
 
 def typed(prompt: str = "> ") -> Iterator[str]:

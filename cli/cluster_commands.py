@@ -95,9 +95,9 @@ def up(
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
     overrides = dict(locals())
-    del overrides["output"]
+    del overrides["output"], overrides["tp"]
     overrides["adapters"] = _parse_adapters(overrides.pop("adapter"))
-    overrides |= {"prefill_tp": prefill_tp or tp, "decode_tp": decode_tp or tp, "tp": None}
+    overrides |= {name: tp if overrides[name] is None else overrides[name] for name in ("prefill_tp", "decode_tp")}
     with reported():
         from tandem.settings import load
 
@@ -146,7 +146,8 @@ def run(
     with reported():
         from cli.local_run import run
 
-        run(model, " ".join(prompt or ()), {"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        raise typer.Exit(0 if run(model, " ".join(prompt or ()), options) else 1)
 
 
 @app.command()

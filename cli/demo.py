@@ -22,6 +22,7 @@ from rich.text import Text
 from cli import receipt_rendering, rendering
 from tandem.errors import SettingsError, TandemError
 from tandem.settings import load
+from tandem.telemetry import logs
 
 if TYPE_CHECKING:
     from tandem.async_client import AsyncClient
@@ -57,8 +58,8 @@ def read_prompts(path: Path, max_tokens: int) -> list[Row]:
     """The rows of a file of JSON lines. Raises SettingsError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SettingsError(f"cannot read the prompts in {path}: {error.strerror}", field="prompts") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the prompts in {path}: {error}", field="prompts") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -103,6 +104,7 @@ def run(
         raise SettingsError("the demo model is missing; name a checkpoint with --model", field="model")
     rows = read_prompts(prompts or HOME / "prompts.jsonl", max_tokens)
     settings = load(model=model or str(home), prefill=prefill, decode=decode, port=0)
+    logs.configure(settings, "demo")
     screen = sys.stderr if as_json else sys.stdout
     console = Console(file=screen, highlight=False, width=None if screen.isatty() else 160)
 

@@ -8,26 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cli.chat import Chat, typed
+from cli.chat import Chat, converse
 from cli.output import tell, write, write_dim
 from cluster.local_cluster import LocalCluster
 from tandem.client import Client
 from tandem.settings import load
+from tandem.telemetry import logs
 
 
-def run(model: str, prompt: str, options: dict[str, Any]) -> None:
-    """Answers the prompt on stdout; without one every line of stdin is a turn of a conversation. Raises TandemError,
-    also if the cluster does not start."""
+def run(model: str, prompt: str, options: dict[str, Any]) -> bool:
+    """Answers the prompt on stdout; without one every line of stdin is a turn of a conversation. Returns whether the
+    lines of a pipe were all answered. Raises TandemError, also if the cluster does not start."""
     settings = load(model=model, port=0)
+    logs.configure(settings, "run")
     with sigterm_interrupts(), LocalCluster(settings, lambda line: print(line, file=sys.stderr)) as cluster:
         with Client(cluster.target) as client:
             if not prompt:
                 tell(f"{client.model_info().model}; /help says what a line can be, Ctrl-D ends")
-                Chat(client, write, write_dim, tell, options).run(typed())
-            elif client.model_info().has_chat_template:
+                return converse(Chat(client, write, write_dim, tell, options))
+            if client.model_info().has_chat_template:
                 _show(client, messages=[{"role": "user", "content": prompt}], **options)
             else:
                 _show(client, prompt, **options)
+            return True
 
 
 def _show(client: Client, *prompt: str, **options: Any) -> None:

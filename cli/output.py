@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,8 +82,8 @@ def tell(what: RenderableType) -> None:
 
 
 @contextmanager
-def reported(target: str | None = None) -> Iterator[None]:
-    """Turns an error into a sentence on stderr and the exit code."""
+def reported(target: str | None = None, *, timed: bool = False) -> Iterator[None]:
+    """Turns an error into a sentence on stderr and the exit code. `timed`: see `sentence`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -92,26 +92,22 @@ def reported(target: str | None = None) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except TandemError as error:
-        _fail(error, target)
+        print(f"error: {sentence(error, target, timed=timed)}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, SettingsError) else 1) from error
 
 
 @contextmanager
-def connected(target: str) -> Iterator[Client]:
+def connected(target: str, *, timed: bool = False) -> Iterator[Client]:
     """A client; an error ends the command as above."""
-    with reported(target):
+    with reported(target, timed=timed):
         from tandem.client import Client
 
         with Client(target) as client:
             yield client
 
 
-def _fail(error: TandemError, target: str | None) -> NoReturn:
-    print(f"error: {sentence(error, target)}", file=sys.stderr)
-    raise typer.Exit(2 if isinstance(error, SettingsError) else 1) from error
-
-
-def sentence(error: TandemError, target: str | None = None) -> str:
-    """The error for a person: what, where, the bound, and what to do."""
+def sentence(error: TandemError, target: str | None = None, *, timed: bool = False) -> str:
+    """The error for a person: what, where, the bound, and what to do. `timed`: the command was given --timeout."""
     if target is not None and isinstance(error, WorkerLost) and _CONNECT_FAILURE.search(error.message):
         why = error.message.rpartition(": ")[2]
         return f"nothing answers at {target} ({why}); start a cluster with `tandem up`, or name one with --target"
@@ -120,7 +116,7 @@ def sentence(error: TandemError, target: str | None = None) -> str:
         what = f"{error.field}: {what}"
     if error.bound and error.bound not in what:
         what += f" (allowed: {error.bound})"
-    advice = _advice(error)
+    advice = "allow more time with --timeout" if timed and isinstance(error, DeadlineExceeded) else _advice(error)
     return f"{what}; {advice}" if advice else what
 
 
@@ -136,8 +132,6 @@ def _advice(error: TandemError) -> str:
             return "try again"
         case ResumeFailed():
             return "send the request again"
-        case DeadlineExceeded():
-            return "allow more time with --timeout"
         case TooLarge():
             return "send less"
     return ""

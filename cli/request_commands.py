@@ -97,7 +97,7 @@ def generate(
     prompt_input: Prompt | None = source if ids is None else ids
     if chat:
         prompt_input, options["messages"] = None, _messages(system, source)
-    with connected(target) as client:
+    with connected(target, timed=timeout is not None) as client:
         with closing(client.stream(prompt_input, n=n, timeout=timeout, **options)) as stream:
             answers = _answers(stream, output, with_text=ids is None)
         _show(answers, output, several=n is not None, receipt=receipt)
@@ -165,7 +165,7 @@ def chat(
 ) -> None:
     """Talk to the model, line by line; /help says what else a line can be."""
     with connected(target) as client:
-        from cli.chat import Chat, typed
+        from cli.chat import Chat, converse
 
         options = {
             "max_tokens": max_tokens,
@@ -178,7 +178,8 @@ def chat(
         info = client.model_info(model or "")
         options["model"] = info.model if len(info.models) > 1 else None
         tell(f"{info.model}; /help says what a line can be, Ctrl-D ends")
-        Chat(client, write, write_dim, tell, options, system).run(typed())
+        if not converse(Chat(client, write, write_dim, tell, options, system)):
+            raise typer.Exit(1)
 
 
 def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:

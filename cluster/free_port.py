@@ -16,7 +16,12 @@ def free_port(host: str, port: int, field: str) -> int:
     """`port`, or a free one for 0, chosen once: a restarted router must reappear at the same port."""
     candidates = [port] if port else [FIRST_PORT + secrets.randbelow(PORT_COUNT) for _ in range(MAX_PORT_TRIES)]
     for candidate in candidates:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
+        except (OSError, UnicodeError) as error:
+            raise SettingsError(
+                f"host {host!r:.100} is unknown: {error}", field="host", bound="a name or an address, without a port"
+            ) from error
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

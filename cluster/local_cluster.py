@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -43,7 +43,7 @@ from tandem.settings import Settings
 if TYPE_CHECKING:
     from cluster.ray_runtime import Runtime, SupervisorHandle
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 600.0  # at least, for the whole start
 DEFAULT_LAUNCHER = "services.launch"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,14 +84,14 @@ class LocalCluster:
         report: Callable[[str], None] | None = None,
         *,
         launcher: str = DEFAULT_LAUNCHER,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float | None = None,
     ) -> None:
         self.settings = settings
         self.target = ""
         self.directory: Path | None = None
         self._report_to = report
         self._launcher = launcher
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = start_timeout_s or max(START_TIMEOUT_S, settings.start_timeout_s)
         self._began = monotonic()
         self._undo = ExitStack()
         self._inbox: SimpleQueue[_Answer | _Notice] = SimpleQueue()
@@ -230,7 +230,9 @@ class LocalCluster:
             left = deadline - monotonic()
             if left <= 0:
                 waiting = ", ".join(f"{self._count(pool)} of {size} {pool}" for pool, size in wanted.items())
-                raise DeadlineExceeded(f"not ready within {self._start_timeout_s:g} s: {waiting}")
+                raise DeadlineExceeded(
+                    f"not ready within {self._start_timeout_s:g} s: {waiting}; start_timeout_s allows more"
+                )
             for event in self.events(left):
                 if event.kind is Kind.FAILED and event.error:
                     raise event.error
@@ -320,7 +322,8 @@ class LocalCluster:
 
     def _report(self, text: str) -> None:
         if self._report_to:
-            self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
+            with suppress(OSError):  # a full disk, or a terminal that is gone, must not end the cluster
+                self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
 
 
 def run_forever(

@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
-from tandem.grpc_errors import from_rpc
+from tandem.grpc_errors import from_rpc, until_closed
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc import unary_calls
 from tandem.rpc.channel import _Connection
-from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
+from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request, build_requests
 from tandem.rpc.stream_reader import StreamReader, completion, completions
 from tandem.rpc.unary_calls import Answer, Question
 from tandem.rpc.watching import _late, _unanswered, _Watching
@@ -77,9 +77,10 @@ class AsyncClient(_Connection):
         with unary_calls.call_span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
-                async for event in call:
-                    if (piece := reader.read(event)) is not None:
-                        yield piece
+                with until_closed():
+                    async for event in call:
+                        if (piece := reader.read(event)) is not None:
+                            yield piece
                 reader.end()
             except grpc.RpcError as error:
                 raise from_rpc(error, late=_late(timeout, reader)) from error
@@ -98,7 +99,7 @@ class AsyncClient(_Connection):
         self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]
     ) -> list[Job]:
         """Submits a job for each of up to 128 prompts, all with these options. None is accepted if one is invalid."""
-        return await self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
+        return await self._submitted(build_requests(prompts, n=n, **options))
 
     async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they arrive; the last piece
@@ -111,9 +112,10 @@ class AsyncClient(_Connection):
         while not watching.reader.complete:
             call = self._watch(watching.request(), metadata=self._metadata)
             try:
-                async for answer in call:
-                    if (piece := watching.read(answer)) is not None:
-                        yield piece
+                with until_closed():
+                    async for answer in call:
+                        if (piece := watching.read(answer)) is not None:
+                            yield piece
                 watching.reader.end()
             except grpc.RpcError as error:
                 if not watching.reader.complete:
@@ -184,7 +186,8 @@ class AsyncClient(_Connection):
 
     async def _ask(self, question: Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
         try:
-            return question.read(await self._call(question, span))
+            with until_closed():
+                return question.read(await self._call(question, span))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

@@ -23,7 +23,7 @@ from tandem.grpc_errors import from_rpc
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc import unary_calls
 from tandem.rpc.channel import _Connection
-from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
+from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request, build_requests
 from tandem.rpc.stream_reader import StreamReader, completion, completions
 from tandem.rpc.unary_calls import Answer, Question
 from tandem.rpc.watching import _late, _unanswered, _Watching
@@ -104,7 +104,7 @@ class Client(_Connection):
 
     def submit_many(self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]) -> list[Job]:
         """Submits a job for each of up to 128 prompts, all with these options. None is accepted if one is invalid."""
-        return self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
+        return self._submitted(build_requests(prompts, n=n, **options))
 
     def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they arrive; the last piece

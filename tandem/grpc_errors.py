@@ -147,6 +147,19 @@ def calling(peer: str) -> Iterator[None]:
 
 
 @contextmanager
+def until_closed() -> Iterator[None]:
+    """Around a call of AsyncClient: raises Cancelled if the client is closed meanwhile, as Client does. grpc.aio raises
+    CancelledError, which a TaskGroup ignores in a task that was not cancelled; a cancellation of the task itself is
+    passed on."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if _meant():
+            raise
+        raise errors.Cancelled("the client was closed") from error
+
+
+@contextmanager
 def known_errors(where: str) -> Iterator[None]:
     """Around a whole request: raises any failure as a TandemError; a bug is logged and becomes InternalError."""
     try:

@@ -8,8 +8,9 @@
     model = "Qwen/Qwen3-8B"
     kv_dtype = "int8"
 
-A setting that a model's table omits is the cluster's. In the registry a model's pools are a separate cluster,
-CLUSTER.MODEL, so their workers, sizes, leases and adapters cannot be confused with those of another model.
+A setting that a model's table omits is the cluster's; `served_model_name` is only in the tables. In the registry a
+model's pools are a separate cluster, CLUSTER.MODEL, so their workers, sizes, leases and adapters cannot be confused
+with those of another model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def settings_of_models(settings: Settings) -> dict[str, Settings]:
     """The settings of each model by its name in `models`; the name of the only model is empty. Raises SettingsError."""
     if not settings.models:
         return {"": settings}
+    if settings.served_model_name is not None:
+        raise SettingsError(
+            "served_model_name has the names of one model, and models names several",
+            field="served_model_name",
+            bound="absent, or in the table of each model",
+        )
     models = {name: _own(settings, name, own) for name, own in settings.models.items()}
     workers = settings.host_workers or sum(own.prefill + own.decode for own in models.values())
     models = {name: own.model_copy(update={"host_workers": workers}) for name, own in models.items()}
@@ -83,7 +90,7 @@ def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     equal names."""
     models: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        served = Settings(model=folder).model_names[0]
+        served = Settings.model_construct(model=folder).model_names[0]  # without the environment, which `load` checks
         name = re.sub(r"[^a-z0-9]+", "-", served.rpartition("/")[2].lower()).strip("-")[:31].rstrip("-")
         if not re.fullmatch(MODEL_KEY, name) or name in models:
             raise SettingsError(

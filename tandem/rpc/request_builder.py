@@ -100,6 +100,15 @@ def build_request(
     return request
 
 
+def build_requests(
+    prompts: Iterable[Prompt], *, n: int | None, **options: Unpack[Options]
+) -> list[generation_pb2.GenerateRequest]:
+    """One for each prompt, all with these options."""
+    if isinstance(prompts, str | bytes):  # whose characters are not the prompts
+        raise _unencodable("prompts", prompts, "a list of prompts")
+    return [build_request(prompt, n=n, **options) for prompt in prompts]
+
+
 def _owner(request: generation_pb2.GenerateRequest, name: str) -> Any:
     """The message that has the option's field."""
     if name in OF_CHATS:
@@ -155,6 +164,8 @@ def _bytes(field: str, text: str | bytes) -> bytes:
 
 
 def _texts(field: str, texts: Any, bound: str = "a list of strings") -> list[bytes]:
+    if isinstance(texts, str | bytes):  # whose characters are not the texts
+        raise _unencodable(field, texts, bound)
     try:
         return [_bytes(field, text) for text in texts]
     except TypeError as error:
@@ -174,8 +185,6 @@ def _add_ids(field: str, ids: Any, into: Any) -> None:
 
 
 def _add_bad_words(sampling: sampling_pb2.SamplingParams, field: str, words: Any) -> None:
-    if isinstance(words, str | bytes):  # whose characters are not the words
-        raise _unencodable(field, words, "a list of strings")
     sampling.bad_words.extend(_texts(field, words))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -112,7 +113,7 @@ class Exposition:
         return bytes(generate_latest(self._families))
 
     def serve(self, probes: Probes) -> Served | None:
-        """On a separate thread; None without `metrics_port`. Raises SettingsError when the port is taken."""
+        """On a separate thread; None without `metrics_port`. Raises SettingsError when it cannot listen there."""
         host, port = self._settings.host, self._settings.metrics_port
         if port is None:
             return None
@@ -120,8 +121,10 @@ class Exposition:
         try:
             listening = make_server(host, port, with_probes(make_wsgi_app(self._families), probes), server, _Handler)
         except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
             raise SettingsError(
-                f"port {port} of {host} is in use; where several processes share a machine, let each pick one: 0",
+                f"port {port} on {host} cannot be used: {error.strerror}"
+                + ("; where several processes share a machine, let each pick one: 0" if taken else ""),
                 field="metrics_port",
             ) from error
         return Served(listening, self._settings.advertise_host or host)

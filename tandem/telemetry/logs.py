@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import structlog
@@ -35,13 +36,17 @@ _configured: dict[tuple[str, str], list[Processor]] = {}
 
 
 class _Stderr:
-    """The current stderr, looked up for each line."""
+    """The current stderr, looked up for each line. A line that cannot be written (a full disk, a closed pipe) is lost:
+    the error must end no request and no background task."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        with suppress(OSError, ValueError):
+            return sys.stderr.write(text)
+        return 0
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 class _Handler(logging.Handler):

@@ -160,6 +160,35 @@ async def test_chat(fake: Any) -> None:
     assert (await run("generate", "--system", "x", "Hi")).code == 2
 
 
+@pytest.mark.parametrize("command", ["chat", "run"])
+async def test_a_pipe_learns_whether_all_its_lines_were_answered(fake: Any, command: str) -> None:
+    """A failed turn ends no conversation, and the exit code is 1."""
+    args = ["chat", "--target", fake.target] if command == "chat" else ["run", "m"]
+
+    async def talk() -> Result:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STUBBED, fake.target, *args, stdin=-1, stdout=-1, stderr=-1
+        )
+        out, err = await asyncio.wait_for(process.communicate(b"one\ntwo\n"), SOON_S)
+        return Result(process.returncode or 0, out.decode(), err.decode())
+
+    answered = await talk()
+    assert (answered.code, answered.out) == (0, "Hello!\nHello!\n")
+    assert ("valkey.not_restarted" in answered.err) == (command == "run")  # the log of its cluster
+    whole = fake.script
+
+    async def refuse_the_first(request: Any) -> Any:
+        if request.chat.messages[-1].content == b"one":
+            raise errors.Busy("full")
+        async for event in whole(request):
+            yield event
+
+    fake.script = refuse_the_first
+    refused = await talk()
+    assert (refused.code, refused.out) == (1, "Hello!\n")
+    assert "error: full" in refused.err
+
+
 async def test_generate_options(fake: Any) -> None:
     """Every sampling option reaches the request."""
     flags = "--temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 18446744073709551615 --ignore-eos"
@@ -260,8 +289,24 @@ def test_sentences_say_what_to_do() -> None:
     """Each kind of error has its advice, and retry_after comes first."""
     assert sentence(errors.Busy("full", retry_after=1.5)) == "full; try again in 1.5 s"
     assert sentence(errors.TooLarge("too long", field="text")) == "text: too long; send less"
-    assert "--timeout" in sentence(errors.DeadlineExceeded("late"))
+    assert sentence(errors.DeadlineExceeded("late"), timed=True) == "late; allow more time with --timeout"
     assert sentence(errors.WorkerLost("decode-0 died"), "h:1") == "decode-0 died; try again"
+
+
+@pytest.mark.parametrize(("given", "advised"), [(["--timeout", "5"], True), ([], False)])
+async def test_more_time_is_advised_where_the_command_was_given_a_limit(
+    fake: Any, given: list[str], advised: bool
+) -> None:
+    """The server's own limit is also the longest that --timeout permits."""
+
+    async def late(_: Any) -> Any:
+        raise errors.DeadlineExceeded("the deadline passed")
+        yield
+
+    fake.script = late
+    result = await run("generate", "Hi", *given, "--target", fake.target)
+    advice = "; allow more time with --timeout" if advised else ""
+    assert result == Result(1, "", f"error: the deadline passed{advice}\n")
 
 
 # ---- operators
@@ -489,6 +534,33 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: getattr(seen[0], name) for name in given} == given
 
 
+def test_no_option_is_advised_that_the_command_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tandem up` has no --timeout."""
+
+    def run_forever(settings: Any, as_json: bool) -> int:
+        raise errors.DeadlineExceeded("not ready within 900 s")
+
+    module = ModuleType("cluster.local_cluster")
+    module.run_forever = run_forever  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster.local_cluster", module)
+    result = CliRunner().invoke(app, ["up", "--model", "m"])
+    assert (result.exit_code, result.stderr) == (1, "error: not ready within 900 s\n")
+
+
+@pytest.mark.parametrize("option", ["--tp", "--prefill-tp", "--decode-tp"])
+def test_no_worker_has_zero_ranks(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """0 is refused, not taken for an option that is absent. Control: 2 is passed on."""
+    seen = []
+    module = ModuleType("cluster.local_cluster")
+    module.run_forever = lambda settings, as_json: seen.append(settings) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster.local_cluster", module)
+    refused = CliRunner().invoke(app, ["up", "--model", "m", option, "0"])
+    assert (refused.exit_code, "_tp" in refused.stderr, seen) == (2, True, [])
+    assert CliRunner().invoke(app, ["up", "--model", "m", option, "2"]).exit_code == 0
+    ranks = {"--tp": (2, 2), "--prefill-tp": (2, 1), "--decode-tp": (1, 2)}[option]
+    assert (seen[0].prefill_tp, seen[0].decode_tp) == ranks
+
+
 @pytest.mark.parametrize("given", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
 def test_up_refuses_adapters_that_are_none(given: list[str]) -> None:
     """Each is NAME=FOLDER, and no name comes twice."""
@@ -509,16 +581,19 @@ def test_up_refuses_impossible_settings() -> None:
 
 # ---- demo
 
-DEMO = """
+STUBBED = """
 import sys
 import threading
 from types import ModuleType
+
+import structlog
 
 class LocalCluster:
     target = sys.argv.pop(1)
     def __init__(self, settings, report):
         self.report = report
     def __enter__(self):
+        structlog.get_logger().warning("valkey.not_restarted")
         self.report("cluster is up")
         return self
     def __exit__(self, *_):
@@ -535,7 +610,7 @@ async def demo(fake: Any, prompts: str, folder: Any, *more: str, **env: str) -> 
     path = folder / "prompts.jsonl"
     path.write_text(prompts)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DEMO, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
+        sys.executable, "-c", STUBBED, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
         stdout=-1, stderr=-1, env={**os.environ, **env},
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), SOON_S)
@@ -561,7 +636,7 @@ async def test_demo_sends_everything_and_accounts_for_it(fake: Any, tmp_path: An
 
 
 async def test_demo_as_json(fake: Any, tmp_path: Any) -> None:
-    """One list on stdout, an object for each prompt; the rest is on stderr."""
+    """One list on stdout, an object for each prompt; the rest, the log included, is on stderr."""
     result = await demo(fake, PROMPTS, tmp_path, "--output", "json")
     rows = json.loads(result.out)
     assert [(row["name"], row["state"], row["text"]) for row in rows] == [
@@ -569,7 +644,7 @@ async def test_demo_as_json(fake: Any, tmp_path: Any) -> None:
         ("demo-2", "done", "Hello!"),
     ]
     assert rows[0]["receipt"]["path"] == "disaggregated"
-    assert (result.code, "demo-1 done" in result.err) == (0, True)
+    assert (result.code, "demo-1 done" in result.err, "valkey.not_restarted" in result.err) == (0, True, True)
 
 
 async def test_demo_draws_on_a_terminal(fake: Any, tmp_path: Any) -> None:
@@ -596,13 +671,15 @@ async def test_demo_fails_when_a_request_fails(fake: Any, events: Any, tmp_path:
     assert "1 of 2 requests finished" in result.out
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": "a", "mx_tokens": 3}', '{"messages": []}', ""])
-async def test_demo_refuses_a_wrong_file(fake: Any, tmp_path: Any, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"prompt": "a", "mx_tokens": 3}', '{"messages": []}', "", b'{"prompt": "\xe9"}']
+)
+async def test_demo_refuses_a_wrong_file(tmp_path: Any, line: str | bytes) -> None:
     """A wrong line is named before anything is started."""
     from cli.demo import read_prompts
 
     path = tmp_path / "prompts.jsonl"
-    path.write_text(line)
+    path.write_bytes(line if isinstance(line, bytes) else line.encode())
     with pytest.raises(errors.SettingsError, match="prompts"):
         read_prompts(path, 8)
 

@@ -114,6 +114,19 @@ def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
     assert told.__self__[-1] == HELP
 
 
+@pytest.mark.parametrize("fails", [Unavailable("nobody is there"), KeyboardInterrupt()])
+def test_a_list_of_models_that_does_not_come_ends_no_chat(chat: Chat, fails: BaseException) -> None:
+    """The next turn has all that was said before, also after Ctrl-C."""
+    client: Any = chat.client
+
+    def gone(model: str = "") -> Any:
+        raise fails
+
+    client.model_info = gone
+    chat.run(["one", "/model", "/model sql", "two"])
+    assert asked(chat) == ["one", "answer 1", "two"]
+
+
 def test_a_turn_goes_to_the_model_that_was_chosen(chat: Chat) -> None:
     """A turn goes to an adapter by its name, or to the model itself; an unknown name changes nothing."""
     client: Any = chat.client

@@ -87,6 +87,14 @@ def test_every_command_and_option_is_documented(command: str) -> None:
     assert commands()[command] <= set(OPTION.findall(text))
 
 
+def test_an_adapter_is_loaded_by_its_path_within_the_root() -> None:
+    """The path is relative to adapter_root, not to the folder of the shell."""
+    text = OPERATIONS.read_text(encoding="utf-8")
+    [root] = re.findall(r"tandem up .*--adapter-root (\S+)", text)
+    assert re.findall(r"tandem adapters load \S+ (\S+)", text)
+    assert not re.search(rf"tandem adapters load \S+ {root}/", text)
+
+
 def test_no_option_is_made_up() -> None:
     """An option that a document shows for a `tandem` command line is one of that command's."""
     for document in DOCUMENTS:

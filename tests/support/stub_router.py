@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -104,6 +105,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
     def __init__(self) -> None:
         self.target = ""
         self.script: Script = whole
+        self.before_workers: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
         self.requests: list[Any] = []
         self.peers: set[str] = set()  # connections that asked
         self.cancelled = asyncio.Event()
@@ -139,6 +141,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> admin_pb2.ListWorkersResponse:
+        await self.before_workers()
         return admin_pb2.ListWorkersResponse(workers=self.workers, wanted={"prefill": 1, "decode": 1})
 
     async def ScalePools(self, request: Any, context: Any) -> admin_pb2.ScalePoolsResponse:

@@ -9,6 +9,7 @@ import pytest
 
 from tandem import AsyncClient, Client
 from tandem.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -121,6 +122,28 @@ async def test_a_cancelled_task_cancels_the_server(fake: Any, events: Any) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("call", ["generate", "workers"])
+async def test_a_closed_client_ends_its_calls_with_an_error(client: Any, fake: Any, events: Any, call: str) -> None:
+    """Not with a CancelledError, which would end a task that nobody cancelled in silence."""
+    begun = asyncio.Event()
+
+    async def endless(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def never() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    fake.script, fake.before_workers = endless, never
+    task = asyncio.create_task(client.generate("Hi") if call == "generate" else client.workers())
+    await begun.wait()
+    await client.close()
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(task, 60)
 
 
 async def test_many_streams_share_one_connection(client: Any, fake: Any) -> None:
@@ -509,6 +532,8 @@ def test_calls_are_forced_as_over_http(options: dict[str, Any], name: str, sever
         ("x", {"grammar": {"frob": "a"}}, "grammar"),
         ("x", {"grammar": {"regex": 5}}, "grammar.regex"),
         ("x", {"grammar": {"choice": 5}}, "grammar.choice"),
+        ("x", {"grammar": {"choice": "yes"}}, "grammar.choice"),
+        ("x", {"bad_words": "yes"}, "bad_words"),
         ("x", {"grammar": {"json_schema": {"a": {1}}}}, "grammar.json_schema"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"stop": [5]}, "stop"),
@@ -540,6 +565,13 @@ def test_what_cannot_be_sent_is_refused(prompt: Any, options: dict[str, Any], fi
         build_request(prompt, **options)
     assert caught.value.field == field
     assert caught.value.bound
+
+
+async def test_one_prompt_is_no_list_of_prompts(client: Any) -> None:
+    """Its letters are not the prompts of jobs."""
+    with pytest.raises(InvalidRequest) as caught:
+        await client.submit_many("Hello")
+    assert caught.value.field == "prompts"
 
 
 def test_too_large_to_send() -> None:

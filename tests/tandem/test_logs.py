@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import logging
 import subprocess
@@ -15,6 +17,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from services import launch
+from tandem import tasks
 from tandem.errors import InternalError, SettingsError
 from tandem.grpc_errors import known_errors
 from tandem.settings import Settings
@@ -129,6 +132,45 @@ def test_what_an_exception_quotes_makes_no_line_of_its_own_and_fills_no_disk(
     assert len(said) < 4 * logs.MAX_TRACEBACK_CHARACTERS
     for kept in ("tandem.errors.InternalError: a", "test_logs.py", "the end"):
         assert said.count(kept) == 2
+
+
+class Full:
+    """A stderr on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def isatty(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+async def test_a_log_that_cannot_be_written_ends_no_request_and_no_loop(
+    monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    """A full disk costs lines and nothing else: a bug becomes an InternalError, and a loop that fails starts again."""
+    configured(log_format=form)
+    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(tasks, "MIN_RESTART_DELAY_S", 0.001)
+    log.info("request", status="ok")
+    with pytest.raises(InternalError), known_errors("http"):
+        int("x")
+    calls, steady = 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("bad record")
+        steady.set()
+        await asyncio.Event().wait()
+
+    task = tasks.forever(work, name="watching")
+    assert await tasks.within(steady, 60.0)
+    await tasks.end(task)
 
 
 def test_a_program_that_embeds_a_client_keeps_its_own_log() -> None:

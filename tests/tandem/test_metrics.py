@@ -309,11 +309,18 @@ def test_metrics_are_served_where_a_port_is_set() -> None:
         with socket.create_connection((host, int(port))):
             with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30) as answer:
                 assert b"tandem_kv_blocks" in answer.read()
-        with pytest.raises(SettingsError) as refused:
+        with pytest.raises(SettingsError, match="let each pick one") as refused:
             of_worker(metrics_port=int(port)).serve(probes)
         assert refused.value.field == "metrics_port"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30)
+
+
+def test_a_port_that_no_process_can_have_is_not_said_to_be_taken() -> None:
+    """Another port does not help where the address is of another machine."""
+    with pytest.raises(SettingsError, match="cannot be used") as refused:
+        of_worker(metrics_port=0, host="192.0.2.1").serve(Probes(asyncio.new_event_loop(), lambda: True))
+    assert "pick one" not in refused.value.message
 
 
 def status(address: str, path: str) -> int:

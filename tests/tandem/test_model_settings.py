@@ -102,3 +102,20 @@ def test_several_checkpoints_are_named_after_their_folders() -> None:
     settings_of_models(Settings(models=models))
     with pytest.raises(SettingsError):
         name_models(["/a/same", "/b/same"])
+
+
+def test_the_environment_does_not_name_several_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong in it is refused in one sentence, by `load`."""
+    monkeypatch.setenv("TANDEM_PREFILL", "two")
+    monkeypatch.setenv("TANDEM_SERVED_MODEL_NAME", "x")
+    models = name_models(["a", "b"])
+    assert [own["served_model_name"] for own in models.values()] == ["a", "b"]
+    with pytest.raises(SettingsError, match="prefill"):
+        load(models=models)
+
+
+def test_one_name_for_several_models_is_refused() -> None:
+    """It is in the table of each model; the cluster's would have no effect."""
+    with pytest.raises(SettingsError) as refused:
+        settings_of_models(load(models=TWO, served_model_name="x"))
+    assert refused.value.field == "served_model_name"
