@@ -363,3 +363,15 @@ async def test_log_probabilities_are_those_of_the_text() -> None:
     called = await streamed(answer(stream=True, top_logprobs=2), made)
     deltas = [one for one in called if one["type"] == "response.output_text.delta"]
     assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 0), ("B", 3), ("C", 1), ("D", 0)]
+
+
+@pytest.mark.parametrize("before", ["reasoning", "call", "custom"])
+async def test_the_first_text_after_another_part_has_its_log_probabilities(before: str) -> None:
+    """And not those of the tokens between the two, such as the marker that ends the reasoning."""
+    started, last = events([])
+    made = [started, scored(SEGMENTS[before], 4), scored([], 1), scored([Text("A")], 2), scored([Text("B")], 1), last]
+    found = await streamed(answer(stream=True, top_logprobs=2), made)
+    deltas = [one for one in found if one["type"] == "response.output_text.delta"]
+    assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 2), ("B", 1)]
+    whole = await collected(answer(top_logprobs=2), made)
+    assert len(whole["output"][1]["content"][0]["logprobs"]) == 3

@@ -158,7 +158,7 @@ class ResponsesAnswer:
         item = self._items[-1]
         if isinstance(item, MessageItem):
             item.score(self._scores)
-        self._scores = []
+            self._scores = []
         text = self._about(item, item.done()) if self._streams else ""
         self._ended.append(item.json(status))
         return text + (self._about(None, [("output_item.done", f'"item":{self._ended[-1]}')]) if self._streams else "")
@@ -178,6 +178,8 @@ class ResponsesAnswer:
         if any(not isinstance(part, Text) for part in parts):
             self._scores = []
             return
+        if parts and self._items and not isinstance(self._items[-1], MessageItem):
+            self._scores = []  # of the tokens between the other part and this text
         if scores := await joined_json(self._scored, scored_tokens(delta.token_ids, delta.logprobs)):
             self._scores.append(scores)
 
