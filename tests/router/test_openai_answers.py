@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from services.router.answer.part_messages import put_parts
+from services.router.answer.parts import CallArguments, CallBegin
 from services.router.execution.detokenizer import Detokenizer
 from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
 from services.router.preprocess.sampling_defaults import Defaults
@@ -167,6 +169,24 @@ async def test_the_answers_of_several_choices_are_written_one_by_one() -> None:
         await asyncio.sleep(0)
     assert len(json.loads(task.result())["choices"]) == CHOICES
     assert turns >= CHOICES
+
+
+@pytest.mark.parametrize("stop", ["", "b"])
+async def test_a_call_that_a_stop_string_cuts_is_no_call_to_be_run(stop: str) -> None:
+    """Its arguments may be incomplete, so `finish_reason` is `stop`; without a stop string it is `tool_calls`."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "stop": ["b"]}
+    body = openai_protocol.parse(json.dumps(fields).encode(), openai_protocol.Chat)
+    said, over = generation_pb2.GenerateResponse(), generation_pb2.GenerateResponse()
+    put_parts(said.delta, [CallBegin("1", "f"), CallArguments('{"a": "' if stop else "{}")])
+    over.finished.reason, over.finished.stop = common_pb2.FINISH_REASON_STOP, stop
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        yield 0, said
+        yield 0, over
+
+    (choice,) = json.loads(await answered(body, TEXT).collect(told()))["choices"]  # type: ignore[arg-type]
+    assert choice["finish_reason"] == ("stop" if stop else "tool_calls")
+    assert choice["stop_reason"] == (stop or None)
 
 
 # ---- where tokens are in the text

@@ -353,7 +353,8 @@ class ChatAnswer(Answer):
         reasoning = "".join(reasoned)
         for call, texts in zip(calls, arguments, strict=True):
             call["function"]["arguments"] = "".join(texts)
-        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool:
+        cut = isinstance(piece.stop_reason, str)  # by a stop string, perhaps within a call
+        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool and not cut:
             piece.finish = "tool_calls"
         content = piece.text
         if content.isspace() and self._body.forced() is not None:
