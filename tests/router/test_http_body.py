@@ -145,7 +145,9 @@ async def test_an_answer_that_its_client_does_not_read_counts_as_a_body_of_the_t
 async def test_the_text_of_tokens_counts_until_it_is_read() -> None:
     """It may be many times as long as the body: a token can have 128 characters. So may the tokens of a text."""
     tokenizer = SimpleNamespace(decode=lambda ids: "x" * 600, encode=lambda *_, **__: [5] * 600, at_least=lambda *_: 0)
-    models: Any = SimpleNamespace(context=8, resolve=lambda name: (SimpleNamespace(context=8, tokenizer=tokenizer),) * 3)
+    models: Any = SimpleNamespace(
+        context=8, resolve=lambda name: (SimpleNamespace(context=8, tokenizer=tokenizer),) * 3
+    )
     limits: Any = SimpleNamespace(who=lambda _: ApiKey("a"))
     reader, nothing = BodyReader(limits, Offload(1.0), 10**6), cast(Any, None)
     api = Api(nothing, models, reader, nothing)

@@ -21,6 +21,7 @@ from services.router.frontend.openai.logprobs_json import (
     Scored,
     TokenTexts,
     json_parts,
+    of_answer,
     of_prompt,
     prompt_scores,
     scored_tokens,
@@ -248,9 +249,6 @@ class Answer(ABC):
             "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
-    def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._tokenizer.token(token_id)
-
 
 class CompletionsAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -368,13 +366,8 @@ class ChatAnswer(Answer):
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
     async def scores(self, piece: Piece) -> list[bytes]:
-        return [b'{"content":[', *await json_parts(self._logprob, piece.logprobs), b"]}"]
-
-    def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
-
-    def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
+        make = partial(of_answer, self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
+        return [b'{"content":[', *await json_parts(make, piece.logprobs), b"]}"]
 
 
 def answer(

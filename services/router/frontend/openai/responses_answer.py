@@ -10,6 +10,7 @@ so a client that has `response.completed` can continue it on any router.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from time import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
-from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
+from services.router.frontend.openai.logprobs_json import joined_json, of_answer, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
 from services.router.frontend.openai.responses_items import item_id
 from services.router.frontend.openai.responses_output import (
@@ -180,15 +181,9 @@ class ResponsesAnswer:
             return
         if parts and self._items and not isinstance(self._items[-1], MessageItem):
             self._scores = []  # of the tokens between the other part and this text
-        if scores := await joined_json(self._scored, scored_tokens(delta.token_ids, delta.logprobs)):
+        make = partial(of_answer, self._tokenizer)
+        if scores := await joined_json(make, scored_tokens(delta.token_ids, delta.logprobs)):
             self._scores.append(scores)
-
-    def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._one(token, chosen), "top_logprobs": [self._one(*likely) for likely in top.items()]}
-
-    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text, encoded = self._tokenizer.token(token), self._tokenizer.token_bytes(token)
-        return {"token": text, "logprob": logprob, "bytes": list(encoded)}
 
     # ---- the response object and its events
 
