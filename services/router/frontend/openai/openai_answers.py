@@ -43,7 +43,6 @@ class Choice:
 
     index: int
     texts: TokenTexts  # of its tokens with log probabilities so far
-    begun: bool = False
     calls: int = 0  # of tools, begun so far
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
@@ -113,9 +112,8 @@ class Answer(ABC):
         piece = self._piece(index, event)
         if piece is None:
             return b""
-        about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
         choice = await self._encoded(piece, self.chunk(piece))
-        data = f"]{about}}}\n\n"
+        data = f"]{self._usage_so_far()}}}\n\n"
         if piece.finish:
             self._left -= 1
             if self._left == 0:
@@ -227,6 +225,9 @@ class Answer(ABC):
         if self._body.tandem_receipt:
             piece.receipt = results.receipt(finished.receipt).to_dict()
 
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
+
     def _extras(self, piece: Piece) -> dict[str, Any]:
         """Fields that OpenAI's API does not have, if they were requested or have a value."""
         extras: dict[str, Any] = {}
@@ -239,6 +240,9 @@ class Answer(ABC):
         if piece.receipt:
             extras["tandem_receipt"] = piece.receipt
         return extras
+
+    def _usage_so_far(self) -> str:
+        return f',"usage":{encode(self._usage())}' if self._usage_always else ""
 
     def _usage(self) -> dict[str, Any]:
         return {
@@ -261,13 +265,7 @@ class CompletionsAnswer(Answer):
         self._echoed = [prompt_text(one, self._tokenizer) for one in self._requests] if self._body.echo else []
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.choice.index,
-            "text": piece.text,
-            "logprobs": None,
-            "finish_reason": piece.finish,
-            **self._extras(piece),
-        }
+        return {"index": piece.choice.index, "text": piece.text, **self._rest(piece)}
 
     message = chunk
 
@@ -309,6 +307,21 @@ class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     _body: Chat
+    _roles_sent = False
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """Several choices begin with their roles, in order: OpenAI's client takes their places from the order in which
+        they begin, and the log probabilities of a later one's first message twice."""
+        message = await super().stream(index, event)
+        if self._roles_sent or not message:
+            return message
+        self._roles_sent = True
+        return "".join(map(self._role, range(self._each))).encode() + message
+
+    def _role(self, number: int) -> str:
+        delta = {"role": "assistant", "content": ""}
+        choice = encode({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
+        return f'data: {self._opening}"choices":[{choice}]{self._usage_so_far()}}}\n\n'
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         fields = self._fields(piece)
@@ -318,8 +331,8 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = calls
         if not delta:
             delta = {"content": ""}
-        if not piece.choice.begun:
-            piece.choice.begun = True
+        if self._each == 1 and not self._roles_sent:
+            self._roles_sent = True
             delta = {"role": "assistant", "content": "", **delta}
         return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
 
@@ -361,9 +374,6 @@ class ChatAnswer(Answer):
         if reasoning:  # field names of DeepSeek's API, and of vLLM and OpenRouter
             fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return fields | ({"tool_calls": calls} if calls else {})
-
-    def _rest(self, piece: Piece) -> dict[str, Any]:
-        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
     async def scores(self, piece: Piece) -> list[bytes]:
         make = partial(of_answer, self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
