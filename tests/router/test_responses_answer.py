@@ -259,6 +259,13 @@ async def test_a_stream_that_breaks_says_that_the_response_failed(error: TandemE
     assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
 
 
+async def test_a_response_that_fails_before_its_first_token_was_created() -> None:
+    """Keep-alive bytes in a long silence begin a stream, and OpenAI's client expects `response.created` first."""
+    found = parsed(answer(stream=True).error_event(Busy("later", retry_after=1.0)).decode())
+    assert [one["type"] for one in found] == ["response.created", "response.in_progress", "error", "response.failed"]
+    accumulated(found)
+
+
 async def test_an_error_before_the_stream_is_a_body() -> None:
     """In OpenAI's shape."""
     assert json.loads(answer().error_body(Busy("later", retry_after=2.0)))["error"]["code"] == "BUSY"

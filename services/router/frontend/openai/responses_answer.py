@@ -73,10 +73,11 @@ class ResponsesAnswer:
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun, with the events that each kind of client expects."""
         about = openai_errors.error_fields(error)
+        begun = self._begin() if self._sequence == 0 else b""  # clients expect it first
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
         code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
         failure = {"code": code, "message": about["message"]}
-        return text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
+        return begun + text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The event as server-sent events; none before the first token."""
