@@ -23,7 +23,7 @@ from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import opened
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
-from tandem.errors import Busy, TandemError, Unavailable, WorkerLost
+from tandem.errors import Busy, TandemError, TooLarge, Unavailable, WorkerLost
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.stopwatch import ThreadTime
 
@@ -244,6 +244,7 @@ async def test_nothing_is_sent_before_the_first_token() -> None:
     [
         (WorkerLost("gone"), "server_error", "WORKER_LOST"),
         (Busy("later", retry_after=1.0), "rate_limit_exceeded", "BUSY"),
+        (TooLarge("over"), "server_error", "TOO_LARGE"),
     ],
 )
 async def test_a_stream_that_breaks_says_that_the_response_failed(error: TandemError, code: str, reason: str) -> None:

@@ -33,7 +33,7 @@ from services.router.frontend.openai.responses_output import (
 from services.router.frontend.openai.responses_tools import Tool
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem import results
-from tandem.errors import InternalError, TandemError
+from tandem.errors import Busy, InternalError, TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
 Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
@@ -75,7 +75,7 @@ class ResponsesAnswer:
         about = openai_errors.error_fields(error)
         begun = self._begin() if self._sequence == 0 else b""  # clients expect it first
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
-        code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
+        code = "rate_limit_exceeded" if isinstance(error, Busy) else "server_error"  # of OpenAI's codes
         failure = {"code": code, "message": about["message"]}
         return begun + text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
 
