@@ -50,6 +50,17 @@ redis.call('PEXPIRE', KEYS[3], ARGV[9])
 return 'kept'
 """
 )
+# The pieces from the place ARGV[1] on: as many as have at most ARGV[2] bytes, or one longer one, and at most ARGV[3].
+PAGE = """
+local found, size, most = {}, 0, tonumber(ARGV[2])
+while #found < tonumber(ARGV[3]) do
+  local piece = redis.call('LINDEX', KEYS[1], ARGV[1] + #found)
+  if not piece or (#found > 0 and size + #piece > most) then break end
+  found[#found + 1] = piece
+  size = size + #piece
+end
+return found
+"""
 DELETE_FILE = """
 redis.call('DEL', KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[1])
@@ -132,13 +143,16 @@ return 'kept'
 ADD_RESULTS = (
     _OWNED
     + """
-for i = 3, #ARGV, 7 do
+local most = tonumber(ARGV[3])
+for i = 4, #ARGV, 7 do
   local line, kind, text = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   if redis.call('GETBIT', KEYS[2], line) == 0 then
     local used = tonumber(redis.call('HGET', KEYS[1], kind .. '_bytes') or '0') + #text
     if kind == 'completed' and used > tonumber(ARGV[2]) then return 'full' end
     redis.call('SETBIT', KEYS[2], line, 1)
-    redis.call('RPUSH', kind == 'completed' and KEYS[3] or KEYS[4], text)
+    for at = 1, #text, most do
+      redis.call('RPUSH', kind == 'completed' and KEYS[3] or KEYS[4], text:sub(at, at + most - 1))
+    end
     redis.call('HINCRBY', KEYS[1], kind, 1)
     redis.call('HSET', KEYS[1], kind .. '_bytes', used)
     for at, name in ipairs({'input_tokens', 'cached_tokens', 'output_tokens', 'reasoning_tokens'}) do

@@ -2,7 +2,7 @@
 in this file:
 
     tandem:{<cluster>}:file:<tenant>/<id>       hash: filename, purpose, bytes, created and expires in Unix seconds
-    tandem:{<cluster>}:content:<tenant>/<id>    list: the file's bytes in pieces; of an output file one for each line
+    tandem:{<cluster>}:content:<tenant>/<id>    list: the file's bytes in pieces; a line of an output file has its own
     tandem:{<cluster>}:files:<tenant>           sorted set: id of each file -> when it was created, in ms
     tandem:{<cluster>}:batch:<tenant>/<id>      hash: what was asked, the status, the owner's generation, the counts
     tandem:{<cluster>}:input:<tenant>/<id>      list: the batch's own copy of its input; gone when it has ended
@@ -32,7 +32,7 @@ from tandem.errors import Busy, PreconditionFailed
 FILES_KEPT = "files are forgotten after batch_kept_s"
 BATCHES_KEPT = "ended batches are forgotten after batch_kept_s"
 MAX_CONNECTIONS = 8
-PIECE_BYTES = 256 * 1024  # of one piece of an uploaded file, and about one page of a read
+PIECE_BYTES = 256 * 1024  # of one piece of a file, and of one page of a read, at most
 MAX_PAGE_PIECES = 256  # pieces of one page
 UPLOAD_MS = 600_000  # after which the pieces of an abandoned upload expire
 INDEX_MS = 62 * 86_400_000  # lifetime of a tenant's lists: longer than that of their items
@@ -173,7 +173,7 @@ class BatchStore:
 
     async def content(self, tenant: str, record: FileRecord) -> AsyncIterator[bytes]:
         """The file's bytes, page by page."""
-        async for page in self._pages(self._key("content", tenant, record.file_id), record.size):
+        async for page in self._pages(self._key("content", tenant, record.file_id)):
             yield page
 
     # ---- batches
@@ -262,8 +262,7 @@ class BatchStore:
 
     async def input(self, record: BatchRecord) -> list[bytes]:
         """The batch's input file in pieces; join long ones on a thread."""
-        pages = self._pages(self._key("input", record.tenant, record.batch_id), record.number("input_bytes"))
-        return [page async for page in pages]
+        return [page async for page in self._pages(self._key("input", record.tenant, record.batch_id))]
 
     async def answered(self, record: BatchRecord) -> set[int]:
         """The lines that have a result."""
@@ -284,7 +283,7 @@ class BatchStore:
         names = [record.fields[name] for name in ("output_name", "error_name")]
         keys = [self._key(kind, record.tenant, record.batch_id) for kind in ("batch", "answered")]
         keys += [self._key("content", record.tenant, name) for name in names]
-        args: list[Any] = [record.generation, self._most // OUTPUT_SHARE]
+        args: list[Any] = [record.generation, self._most // OUTPUT_SHARE, PIECE_BYTES]
         for one in results:
             tokens = (one.input_tokens, one.cached_tokens, one.output_tokens, one.reasoning_tokens)
             args += [one.line, "completed" if one.completed else "failed", one.text, *tokens]
@@ -330,14 +329,11 @@ class BatchStore:
         found = [(name.decode(), _text(dict(zip(flat[::2], flat[1::2], strict=True)))) for name, flat in rows]
         return found, bool(more)
 
-    async def _pages(self, key: str, size: int) -> AsyncIterator[bytes]:
-        async with self._store.connection() as client:
-            count = int(await client.llen(key))
-        step = min(max(1, PIECE_BYTES * count // max(1, size)), MAX_PAGE_PIECES)
-        for start in range(0, count, step):
-            async with self._store.connection() as client:
-                page = b"".join(await client.lrange(key, start, start + step - 1))
-            yield page
+    async def _pages(self, key: str) -> AsyncIterator[bytes]:
+        at = 0
+        while pieces := await self._store.run(scripts.PAGE, [key], [at, PIECE_BYTES, MAX_PAGE_PIECES]):
+            yield b"".join(pieces)
+            at += len(pieces)
 
 
 def _text(fields: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from cluster.state import job_scripts as scripts
 from cluster.state.redis_store import RedisStore, no_such
 from cluster.state.stream_watches import Raw, StreamWatches, later
 from tandem import errors
-from tandem.errors import Busy, PreconditionFailed, TandemError
+from tandem.errors import Busy, PreconditionFailed, TandemError, TooLarge
 
 WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
 PAGE_ENTRIES = 1000  # entries of one read
@@ -112,7 +112,8 @@ class JobJournal:
 
     async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
         """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1.
-        Raises PreconditionFailed for another request under the same id, Busy when too many are open."""
+        Raises PreconditionFailed for another request under the same id, Busy when too many are open, TooLarge for more
+        than may ever be open."""
         args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
@@ -125,6 +126,9 @@ class JobJournal:
                 field="request_id",
                 bound="a new one for a new request",
             )
+        most = min(self._most, self._most_each) if tenant else self._most
+        if outcome != "kept" and len(jobs) > most:
+            raise TooLarge(f"{len(jobs)} jobs are more than {most}, the maximum of open ones", bound=f"at most {most}")
         if outcome == "full":
             raise Busy(f"{self._most} jobs are open, the maximum (max_jobs)", reason="JOBS_FULL", retry_after=5.0)
         if outcome == "full for it":

@@ -240,6 +240,18 @@ async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:
     assert await store.add(record, [result(2, b"x")]) is Stored.KEPT
 
 
+async def test_a_page_of_answers_is_short_however_unequal_they_are(store: BatchStore) -> None:
+    """Its reader counts as PIECE_BYTES (http_body.BoundedStream), and a page is put together on the event loop."""
+    record = await claimed(store)
+    texts = [b"short\n"] * 300 + [b"x" * (3 * PIECE_BYTES) + b"\n"] + [b"short\n"] * 300
+    assert await store.add(record, [result(line, text) for line, text in enumerate(texts)]) is Stored.KEPT
+    assert await store.end(record, BatchStatus.COMPLETED)
+    pages = [page async for page in store.content("ann", await store.file("ann", "out-batch_1"))]
+    assert b"".join(pages) == b"".join(texts)
+    assert max(map(len, pages)) <= PIECE_BYTES
+    assert len(pages) <= 8
+
+
 async def test_open_batches_of_a_tenant_are_bounded(store: BatchStore) -> None:
     """An ended batch does not count, and other tenants have their own bound."""
     records = [await claimed(store, f"batch_{number}") for number in range(MAX_OPEN_BATCHES)]

@@ -23,7 +23,7 @@ from cluster.state.job_journal import (
     Kept,
 )
 from cluster.state.stream_watches import MAX_TAIL_ENTRIES, READ_BLOCK_S, StreamWatches
-from tandem.errors import Busy, NotFound, PreconditionFailed, Unavailable
+from tandem.errors import Busy, NotFound, PreconditionFailed, TooLarge, Unavailable
 
 SOON_S = 10.0
 
@@ -107,6 +107,20 @@ async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
     await few.submit(asked(*(f"/{number}" for number in range(5))))  # without a tenant, as where no keys are required
     await few.end("ann/1", 1, JobState.FINISHED)
     await few.submit(asked("ann/3"), "ann")
+    await few.close()
+
+
+async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: JobJournal) -> None:
+    """A line of a batch would wait for them until the batch expires. Jobs that are stored already are not refused."""
+    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_each=2)
+    for count, tenant in ((3, "ann"), (4, "")):
+        with pytest.raises(TooLarge, match=f"{count} jobs"):
+            await few.submit(asked(*(f"{tenant}/{number}" for number in range(count))), tenant)
+    await few.submit(asked("ann/1", "ann/2"), "ann")
+    with pytest.raises(Busy):
+        await few.submit(asked("ann/3", "ann/4"), "ann")
+    await kept.submit(asked("bob/1", "bob/2", "bob/3"), "bob")
+    assert await few.submit(asked("bob/1", "bob/2", "bob/3"), "bob") == [False] * 3
     await few.close()
 
 

@@ -6,12 +6,17 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from starlette.requests import Request
 
-from services.router.frontend.http_body import BURST_S, Bodies, BoundedAnswer, BoundedStream
+from services.router.frontend.http_api import Api
+from services.router.frontend.http_body import BURST_S, Bodies, BodyReader, BoundedAnswer, BoundedStream
+from services.router.preprocess.offload import Offload
 from services.router.tenancy import tenant_rate
+from services.router.tenancy.api_keys import ApiKey
 from tandem.errors import Busy
 
 RATE = 1000.0  # bytes per second
@@ -135,6 +140,27 @@ async def test_an_answer_that_its_client_does_not_read_counts_as_a_body_of_the_t
     await unread
     assert bodies.total() == 0
     await answer("greedy")
+
+
+async def test_the_text_of_tokens_counts_until_it_is_read() -> None:
+    """It may be many times as long as the body: a token can have 128 characters. So may the tokens of a text."""
+    tokenizer = SimpleNamespace(decode=lambda ids: "x" * 600, encode=lambda *_, **__: [5] * 600, at_least=lambda *_: 0)
+    models: Any = SimpleNamespace(
+        context=8, resolve=lambda name: (SimpleNamespace(context=8, tokenizer=tokenizer),) * 3
+    )
+    limits: Any = SimpleNamespace(who=lambda _: ApiKey("a"))
+    reader, nothing = BodyReader(limits, Offload(1.0), 10**6), cast(Any, None)
+    api = Api(nothing, models, reader, nothing)
+
+    def asked(body: bytes) -> Request:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+    for answer in await api.detokenize(asked(b'{"tokens": [5]}')), await api.tokenize(asked(b'{"prompt": "x"}')):
+        assert isinstance(answer, BoundedAnswer)
+        assert len(answer.body) > 600
 
 
 class Download:

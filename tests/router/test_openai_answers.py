@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
+from services.router.answer.part_messages import put_parts
+from services.router.answer.parts import CallArguments, CallBegin
 from services.router.execution.detokenizer import Detokenizer
 from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
 from services.router.preprocess.sampling_defaults import Defaults
@@ -167,6 +171,56 @@ async def test_the_answers_of_several_choices_are_written_one_by_one() -> None:
         await asyncio.sleep(0)
     assert len(json.loads(task.result())["choices"]) == CHOICES
     assert turns >= CHOICES
+
+
+@pytest.mark.parametrize("stop", ["", "b"])
+async def test_a_call_that_a_stop_string_cuts_is_no_call_to_be_run(stop: str) -> None:
+    """Its arguments may be incomplete, so `finish_reason` is `stop`; without a stop string it is `tool_calls`."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "stop": ["b"]}
+    body = openai_protocol.parse(json.dumps(fields).encode(), openai_protocol.Chat)
+    said, over = generation_pb2.GenerateResponse(), generation_pb2.GenerateResponse()
+    put_parts(said.delta, [CallBegin("1", "f"), CallArguments('{"a": "' if stop else "{}")])
+    over.finished.reason, over.finished.stop = common_pb2.FINISH_REASON_STOP, stop
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        yield 0, said
+        yield 0, over
+
+    (choice,) = json.loads(await answered(body, TEXT).collect(told()))["choices"]  # type: ignore[arg-type]
+    assert choice["finish_reason"] == ("stop" if stop else "tool_calls")
+    assert choice["stop_reason"] == (stop or None)
+
+
+async def test_openais_client_reads_a_stream_of_several_choices() -> None:
+    """It gives a choice its place in the order in which they begin, and takes log probabilities of the message with
+    which a later one begins twice."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 3, "logprobs": True}
+    more = {"stream_options": {"continuous_usage_stats": True}}
+    body = openai_protocol.parse(json.dumps({**fields, **more}).encode(), openai_protocol.Chat)
+    streaming, state = answered(body, TEXT), ChatCompletionStreamState()
+    started = generation_pb2.GenerateResponse()
+    started.started.prompt_tokens = 7
+    assert await streaming.stream(0, started) == b""
+    sent = []
+    for number in (0, 2, 1):
+        said, over = generation_pb2.GenerateResponse(), generation_pb2.GenerateResponse()
+        said.delta.choice, said.delta.text = number, "abc"[number]
+        said.delta.token_ids.append(66)
+        said.delta.logprobs.CopyFrom(scored([66]))
+        over.finished.choice, over.finished.reason = number, common_pb2.FINISH_REASON_STOP
+        for event in (said, over):
+            for line in (await streaming.stream(0, event)).decode().splitlines():
+                if line.startswith("data: {"):
+                    sent.append(ChatCompletionChunk.model_validate_json(line.removeprefix("data: ")))
+                    state.handle_chunk(sent[-1])
+    choices = state.get_final_completion().choices
+    assert [(one.index, one.message.role, one.message.content) for one in choices] == [
+        (0, "assistant", "a"),
+        (1, "assistant", "b"),
+        (2, "assistant", "c"),
+    ]
+    assert [len(one.logprobs.content) for one in choices if one.logprobs and one.logprobs.content] == [1, 1, 1]
+    assert all(chunk.usage and chunk.usage.prompt_tokens == 7 for chunk in sent)
 
 
 # ---- where tokens are in the text

@@ -23,7 +23,7 @@ from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import opened
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
-from tandem.errors import Busy, TandemError, Unavailable, WorkerLost
+from tandem.errors import Busy, TandemError, TooLarge, Unavailable, WorkerLost
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.stopwatch import ThreadTime
 
@@ -244,6 +244,7 @@ async def test_nothing_is_sent_before_the_first_token() -> None:
     [
         (WorkerLost("gone"), "server_error", "WORKER_LOST"),
         (Busy("later", retry_after=1.0), "rate_limit_exceeded", "BUSY"),
+        (TooLarge("over"), "server_error", "TOO_LARGE"),
     ],
 )
 async def test_a_stream_that_breaks_says_that_the_response_failed(error: TandemError, code: str, reason: str) -> None:
@@ -257,6 +258,13 @@ async def test_a_stream_that_breaks_says_that_the_response_failed(error: TandemE
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": code, "message": error.message}
     assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
+
+
+async def test_a_response_that_fails_before_its_first_token_was_created() -> None:
+    """Keep-alive bytes in a long silence begin a stream, and OpenAI's client expects `response.created` first."""
+    found = parsed(answer(stream=True).error_event(Busy("later", retry_after=1.0)).decode())
+    assert [one["type"] for one in found] == ["response.created", "response.in_progress", "error", "response.failed"]
+    accumulated(found)
 
 
 async def test_an_error_before_the_stream_is_a_body() -> None:
@@ -363,3 +371,15 @@ async def test_log_probabilities_are_those_of_the_text() -> None:
     called = await streamed(answer(stream=True, top_logprobs=2), made)
     deltas = [one for one in called if one["type"] == "response.output_text.delta"]
     assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 0), ("B", 3), ("C", 1), ("D", 0)]
+
+
+@pytest.mark.parametrize("before", ["reasoning", "call", "custom"])
+async def test_the_first_text_after_another_part_has_its_log_probabilities(before: str) -> None:
+    """And not those of the tokens between the two, such as the marker that ends the reasoning."""
+    started, last = events([])
+    made = [started, scored(SEGMENTS[before], 4), scored([], 1), scored([Text("A")], 2), scored([Text("B")], 1), last]
+    found = await streamed(answer(stream=True, top_logprobs=2), made)
+    deltas = [one for one in found if one["type"] == "response.output_text.delta"]
+    assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 2), ("B", 1)]
+    whole = await collected(answer(top_logprobs=2), made)
+    assert len(whole["output"][1]["content"][0]["logprobs"]) == 3

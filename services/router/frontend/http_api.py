@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from services.router.frontend.anthropic import messages_errors
 from services.router.frontend.cors import with_cors
 from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_answers import write
-from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_answers, openai_errors, openai_protocol
@@ -124,10 +125,15 @@ class Api:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
-        return Response(await self._bodies.read(request, self._tokenized), media_type="application/json")
+        return await self._answered(request, self._tokenized)
 
     async def detokenize(self, request: Request) -> Response:
-        return Response(await self._bodies.read(request, self._detokenized), media_type="application/json")
+        return await self._answered(request, self._detokenized)
+
+    async def _answered(self, request: Request, work: Callable[[bytes], bytes]) -> Response:
+        """The answer may be many times as long as the body."""
+        answer = await self._bodies.read(request, work)
+        return BoundedAnswer(answer, self._bodies.bodies, self._bodies.tenant(request))
 
     def _tokenized(self, raw: bytes) -> bytes:
         body = openai_protocol.parse(raw, Tokenize)

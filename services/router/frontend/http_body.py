@@ -163,6 +163,10 @@ class BodyReader:
             pieces = await self._received(request, tenant, most, more)
             return await self._done(tenant, pieces, work, *args)
 
+    async def answer(self, tenant: str, size: int, work: Callable[..., bytes], *args: Any) -> BoundedAnswer:
+        """What work(*args) makes of `size` bytes; made on a thread if that is long."""
+        return BoundedAnswer(await self._offload.run(tenant, size, work, *args), self.bodies, tenant)
+
     async def _done(self, tenant: str, pieces: list[bytearray], work: Callable[..., Result], *args: Any) -> Result:
         with known_errors("http"):
             return await self._offload.run(tenant, sum(map(len, pieces)), joined, pieces, work, *args)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from cluster.state.batch_store import BatchRecord, BatchStore
 from services.router.frontend.batches.batch_runner import BatchRunner
 from services.router.frontend.batches.files_api import PURPOSE, checked_kept_s, page_of
-from services.router.frontend.http_body import BodyReader, BoundedAnswer
+from services.router.frontend.http_body import BodyReader
 from services.router.frontend.json_body import check_metadata, clean, to_json
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.json_limits import out_of_bounds
@@ -80,7 +80,7 @@ class BatchesApi:
             "endpoint": body.endpoint,
             "input_file_id": body.input_file_id,
             "completion_window": body.completion_window,
-            "metadata": json.dumps(body.metadata),
+            "metadata": json.dumps(body.metadata, ensure_ascii=False),
             "output_name": f"file-{secrets.token_hex(16)}",
             "error_name": f"file-{secrets.token_hex(16)}",
             "output_kept_s": str(expires.seconds if expires else 0),
@@ -97,8 +97,8 @@ class BatchesApi:
         page = await self._store.batches(tenant, limit, query.get("after", ""))
         if page is None:
             raise out_of_bounds("after", "unknown", "the id of a batch")
-        listed = page_of([_batch(record) for record in page[0]], more=page[1])
-        return BoundedAnswer(to_json(listed), self._bodies.bodies, tenant)
+        size = sum(len(value) for record in page[0] for value in record.fields.values())
+        return await self._bodies.answer(tenant, size, _listed, *page)
 
     async def retrieve(self, request: Request) -> Response:
         """Raises NotFound."""
@@ -126,6 +126,10 @@ class BatchesApi:
                 raise out_of_bounds("output_expires_after.anchor", "unknown", "created_at")
             checked_kept_s(str(expires.seconds), "output_expires_after.seconds")
         return body
+
+
+def _listed(records: Sequence[BatchRecord], more: bool) -> bytes:
+    return to_json(page_of([_batch(record) for record in records], more=more))
 
 
 def _batch(record: BatchRecord) -> dict[str, Any]:

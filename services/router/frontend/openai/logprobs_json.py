@@ -71,6 +71,18 @@ def of_prompt(tokenizer: Tokenizer, token: int, chosen: float | None, top: dict[
     }
 
 
+def of_answer(
+    tokenizer: Tokenizer, token: int, chosen: float | None, top: dict[int, float], *, as_ids: bool = False
+) -> dict[str, Any]:
+    """One token's item in chat completions and responses. `as_ids`: tokens are shown by their ids."""
+
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        text = f"token_id:{token}" if as_ids else tokenizer.token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
+
+    return {**one(token, chosen), "top_logprobs": [one(*likely) for likely in top.items()]}
+
+
 class TokenTexts:
     """What each token of a text adds to it, and at which character. Of a letter that is made of several tokens the last
     one adds all of it, and the others nothing, as in vLLM: the texts of the tokens are the whole text."""

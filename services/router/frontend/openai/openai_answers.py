@@ -21,6 +21,7 @@ from services.router.frontend.openai.logprobs_json import (
     Scored,
     TokenTexts,
     json_parts,
+    of_answer,
     of_prompt,
     prompt_scores,
     scored_tokens,
@@ -42,7 +43,6 @@ class Choice:
 
     index: int
     texts: TokenTexts  # of its tokens with log probabilities so far
-    begun: bool = False
     calls: int = 0  # of tools, begun so far
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
@@ -112,9 +112,8 @@ class Answer(ABC):
         piece = self._piece(index, event)
         if piece is None:
             return b""
-        about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
         choice = await self._encoded(piece, self.chunk(piece))
-        data = f"]{about}}}\n\n"
+        data = f"]{self._usage_so_far()}}}\n\n"
         if piece.finish:
             self._left -= 1
             if self._left == 0:
@@ -226,6 +225,9 @@ class Answer(ABC):
         if self._body.tandem_receipt:
             piece.receipt = results.receipt(finished.receipt).to_dict()
 
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
+
     def _extras(self, piece: Piece) -> dict[str, Any]:
         """Fields that OpenAI's API does not have, if they were requested or have a value."""
         extras: dict[str, Any] = {}
@@ -239,6 +241,9 @@ class Answer(ABC):
             extras["tandem_receipt"] = piece.receipt
         return extras
 
+    def _usage_so_far(self) -> str:
+        return f',"usage":{encode(self._usage())}' if self._usage_always else ""
+
     def _usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -247,9 +252,6 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
-
-    def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._tokenizer.token(token_id)
 
 
 class CompletionsAnswer(Answer):
@@ -263,13 +265,7 @@ class CompletionsAnswer(Answer):
         self._echoed = [prompt_text(one, self._tokenizer) for one in self._requests] if self._body.echo else []
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.choice.index,
-            "text": piece.text,
-            "logprobs": None,
-            "finish_reason": piece.finish,
-            **self._extras(piece),
-        }
+        return {"index": piece.choice.index, "text": piece.text, **self._rest(piece)}
 
     message = chunk
 
@@ -311,6 +307,21 @@ class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     _body: Chat
+    _roles_sent = False
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """Several choices begin with their roles, in order: OpenAI's client takes their places from the order in which
+        they begin, and the log probabilities of a later one's first message twice."""
+        message = await super().stream(index, event)
+        if self._roles_sent or not message:
+            return message
+        self._roles_sent = True
+        return "".join(map(self._role, range(self._each))).encode() + message
+
+    def _role(self, number: int) -> str:
+        delta = {"role": "assistant", "content": ""}
+        choice = encode({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
+        return f'data: {self._opening}"choices":[{choice}]{self._usage_so_far()}}}\n\n'
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         fields = self._fields(piece)
@@ -320,8 +331,8 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = calls
         if not delta:
             delta = {"content": ""}
-        if not piece.choice.begun:
-            piece.choice.begun = True
+        if self._each == 1 and not self._roles_sent:
+            self._roles_sent = True
             delta = {"role": "assistant", "content": "", **delta}
         return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
 
@@ -353,7 +364,8 @@ class ChatAnswer(Answer):
         reasoning = "".join(reasoned)
         for call, texts in zip(calls, arguments, strict=True):
             call["function"]["arguments"] = "".join(texts)
-        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool:
+        cut = isinstance(piece.stop_reason, str)  # by a stop string, perhaps within a call
+        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool and not cut:
             piece.finish = "tool_calls"
         content = piece.text
         if content.isspace() and self._body.forced() is not None:
@@ -363,17 +375,9 @@ class ChatAnswer(Answer):
             fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return fields | ({"tool_calls": calls} if calls else {})
 
-    def _rest(self, piece: Piece) -> dict[str, Any]:
-        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
-
     async def scores(self, piece: Piece) -> list[bytes]:
-        return [b'{"content":[', *await json_parts(self._logprob, piece.logprobs), b"]}"]
-
-    def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
-
-    def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
+        make = partial(of_answer, self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
+        return [b'{"content":[', *await json_parts(make, piece.logprobs), b"]}"]
 
 
 def answer(

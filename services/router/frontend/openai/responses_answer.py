@@ -10,6 +10,7 @@ so a client that has `response.completed` can continue it on any router.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from time import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
 from services.router.frontend.openai import openai_errors
-from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
+from services.router.frontend.openai.logprobs_json import joined_json, of_answer, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
 from services.router.frontend.openai.responses_items import item_id
 from services.router.frontend.openai.responses_output import (
@@ -32,7 +33,7 @@ from services.router.frontend.openai.responses_output import (
 from services.router.frontend.openai.responses_tools import Tool
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem import results
-from tandem.errors import InternalError, TandemError
+from tandem.errors import Busy, InternalError, TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
 Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
@@ -72,10 +73,11 @@ class ResponsesAnswer:
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun, with the events that each kind of client expects."""
         about = openai_errors.error_fields(error)
+        begun = self._begin() if self._sequence == 0 else b""  # clients expect it first
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
-        code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
+        code = "rate_limit_exceeded" if isinstance(error, Busy) else "server_error"  # of OpenAI's codes
         failure = {"code": code, "message": about["message"]}
-        return text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
+        return begun + text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The event as server-sent events; none before the first token."""
@@ -158,7 +160,7 @@ class ResponsesAnswer:
         item = self._items[-1]
         if isinstance(item, MessageItem):
             item.score(self._scores)
-        self._scores = []
+            self._scores = []
         text = self._about(item, item.done()) if self._streams else ""
         self._ended.append(item.json(status))
         return text + (self._about(None, [("output_item.done", f'"item":{self._ended[-1]}')]) if self._streams else "")
@@ -178,15 +180,11 @@ class ResponsesAnswer:
         if any(not isinstance(part, Text) for part in parts):
             self._scores = []
             return
-        if scores := await joined_json(self._scored, scored_tokens(delta.token_ids, delta.logprobs)):
+        if parts and self._items and not isinstance(self._items[-1], MessageItem):
+            self._scores = []  # of the tokens between the other part and this text
+        make = partial(of_answer, self._tokenizer)
+        if scores := await joined_json(make, scored_tokens(delta.token_ids, delta.logprobs)):
             self._scores.append(scores)
-
-    def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._one(token, chosen), "top_logprobs": [self._one(*likely) for likely in top.items()]}
-
-    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text, encoded = self._tokenizer.token(token), self._tokenizer.token_bytes(token)
-        return {"token": text, "logprob": logprob, "bytes": list(encoded)}
 
     # ---- the response object and its events
 
