@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from cluster.state.registry import State
 from services.router.routing import request_scheduler as module
 from services.router.routing.constrained_queue import ConstrainedQueue, constraint
+from services.router.routing.fair_queue import FairQueue
 from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
 from services.router.routing.request_scheduler import RequestScheduler
 from services.router.routing.waiting_request import WaitingRequest
@@ -110,7 +112,7 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
 
 async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_that_it_waits_for() -> None:
     """They go to other workers, though its own has room for each of them: of the room that it takes for the stream,
-    each would take a part as it comes. Streams aside are placed in their order for the same reason."""
+    each would take a part as it comes."""
     mine, other = (
         replace(RECORD, worker_id="decode-1", blocks_held=50),
         replace(RECORD, computes_with="M", max_running=9),
@@ -125,15 +127,15 @@ async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_th
             async with scheduler.placed(tokens, tokens + 10, 5.0, **begun) as placement:
                 places.append(f"{placement.decode.worker_id} {tokens}")
 
-        streams = [asyncio.create_task(stream(tokens)) for tokens in (700, 20)]
+        waiting = asyncio.create_task(stream(700))
         await asyncio.sleep(0.05)
         for _ in range(3):
             placement = await stack.enter_async_context(scheduler.placed(10, 20, 5.0))
             assert placement.decode.worker_id == RECORD.worker_id
-        assert (places, scheduler.waiting()) == ([], 2)
+        assert (places, scheduler.waiting()) == ([], 1)
         await stack.aclose()
-        await asyncio.gather(*streams)
-    assert places == ["decode-1 700", "decode-1 20"]
+        await waiting
+    assert places == ["decode-1 700"]
     assert (await once(scheduler, **begun)).decode.worker_id == "decode-1"
     assert scheduler.waiting() == 0
 
@@ -183,7 +185,7 @@ async def test_a_prefill_worker_is_unsuited_only_until_it_starts_again() -> None
 
 
 async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
-    """Its workers have room for it, and a longer stream waits for more of them: refused, it would be lost."""
+    """Its worker has room for it, and a longer stream, which comes first, waits for more: refused, it would be lost."""
     mine, other = (
         replace(RECORD, worker_id="decode-1", blocks_held=80),
         replace(RECORD, computes_with="M", max_running=9),
@@ -199,8 +201,11 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     assert scheduler.waiting() == 1
-    async with scheduler.placed(20, 30, 0.1, **begun) as placement:
+    scheduler.generated("greedy", 100)
+    began = monotonic()
+    async with scheduler.placed(20, 30, 0.1, tenant="greedy", **begun) as placement:
         assert placement.decode.worker_id == "decode-1"
+        assert monotonic() - began >= 0.1
         assert scheduler.waiting() == 1
     await end(waiting)
     with pytest.raises(Busy, match="no place became free"):
@@ -270,39 +275,108 @@ async def test_short_prompts_do_not_take_the_room_that_a_long_one_waits_for(
     assert scheduler.waiting() == 0
 
 
-def a_request(number: int, **about: Any) -> WaitingRequest:
-    return WaitingRequest(about.pop("tokens", 10), number=number, **about)
+def a_request(**about: Any) -> WaitingRequest:
+    return WaitingRequest(about.pop("tokens", 10), **about)
 
 
-def test_lines_that_share_a_worker_have_it_in_the_order_of_arrival() -> None:
-    """The first of a line that came later, too, is kept from the workers that an earlier one waits for, and only from
-    those; the next of an earlier line may be behind it."""
-    decodes = DecodePool(RoutingConfig())
-    workers = {}
-    for worker_id, length in (("short", 1000), ("long", 2000), ("longest", 4000)):
-        workers[worker_id] = WorkerSnapshot(worker_id, "a", "h:1", "", 0, 9, 999, 16, length)
-        decodes.put(workers[worker_id])
-    queue = ConstrainedQueue()
-    longest, second, long = a_request(1, tokens=3000), a_request(3, tokens=3500), a_request(2, tokens=1500)
-    for request in (second, longest, long):
-        line = constraint(request, decodes)
+class Lines:
+    """A fair queue, and lines beside it, over decode workers with contexts of 1,000, 2,000 and 4,000 tokens."""
+
+    def __init__(self) -> None:
+        self.decodes = DecodePool(RoutingConfig())
+        self.workers = {}
+        for worker_id, length in (("short", 1000), ("long", 2000), ("longest", 4000)):
+            self.workers[worker_id] = WorkerSnapshot(worker_id, "a", "h:1", "", 0, 9, 999, 16, length)
+            self.decodes.put(self.workers[worker_id])
+        self.queue: FairQueue[WaitingRequest] = FairQueue()
+        self.constrained = ConstrainedQueue(self.queue)
+
+    def add(self, tokens: int, **about: Any) -> WaitingRequest:
+        """Adds a request to its line, by way of the queue."""
+        request = a_request(tokens=tokens, **about)
+        self.queue.add(request)
+        line = constraint(request, self.decodes)
         assert line
-        queue.add(request, line)
-    assert (queue.firsts(), len(queue)) == ([long, second], 3)  # the order in a line is that of the fair queue
-    queue.remove(second)
-    assert queue.firsts() == [longest, long]
+        self.queue.remove(request)
+        self.constrained.add(request, line)
+        return request
 
-    def kept_from(request: WaitingRequest) -> set[str]:
-        reserved = queue.reserved(request)
-        return {name for name, worker in workers.items() if reserved and reserved(worker)}
+    def arrived(self, **about: Any) -> WaitingRequest:
+        request = a_request(**about)
+        self.queue.add(request)
+        return request
 
-    assert (kept_from(longest), kept_from(long)) == (set(), {"longest"})
-    assert kept_from(a_request(0)) == {"long", "longest"}
-    queue.remove(longest)
-    assert (kept_from(long), kept_from(a_request(0))) == (set(), {"long", "longest"})
-    queue.remove(long)
-    queue.remove(long)
-    assert (queue.reserved(a_request(0)), len(queue)) == (None, 0)
+    def kept_from(self, request: WaitingRequest) -> set[str]:
+        reserved = self.constrained.reserved(request)
+        return {name for name, worker in self.workers.items() if reserved and reserved(worker)}
+
+
+def test_lines_that_share_a_worker_have_it_in_turn() -> None:
+    """The first of a line that came later, too, is kept from the workers that an earlier one waits for, and only from
+    those; the next of an earlier line may be behind it. Who came before either is kept from none."""
+    lines = Lines()
+    before = lines.arrived()
+    longest, long, second = lines.add(3000), lines.add(1500), lines.add(3500)
+    after = lines.arrived()
+    assert (lines.constrained.firsts(), len(lines.constrained), lines.constrained.tokens) == ([longest, long], 3, 8000)
+    assert [lines.kept_from(one) for one in (before, longest, long)] == [set(), set(), {"longest"}]
+    assert lines.kept_from(after) == {"long", "longest"}
+    assert lines.constrained.before(a_request(tokens=3200), lines.decodes) == (1, 3000)
+    assert lines.constrained.before(a_request(), lines.decodes) == (0, 0)
+    lines.constrained.remove(longest)
+    assert lines.constrained.firsts() == [long, second]
+    assert (lines.kept_from(long), lines.kept_from(second)) == (set(), {"long", "longest"})
+    for one in (long, second, second):
+        lines.constrained.remove(one)
+    assert (lines.constrained.reserved(after), len(lines.constrained)) == (None, 0)
+
+
+def test_a_line_is_in_the_order_of_the_fair_queue() -> None:
+    """Whoever is served from a line is charged as from the queue, so that one tenant's long prompts do not wait behind
+    all of another's, nor urgent ones behind others, nor begun ones behind those."""
+    lines = Lines()
+    greedy = [lines.add(3000, tenant="greedy") for _ in range(3)]
+    polite = [lines.add(3000, tenant="polite") for _ in range(2)]
+    urgent, begun = lines.add(3000, tenant="greedy", priority=-1), lines.add(3000, tenant="greedy", begun=True)
+    served = []
+    while firsts := lines.constrained.firsts():
+        assert lines.constrained.place(firsts[0])
+        served.append(firsts[0])
+    assert served[:2] == [begun, urgent]
+    assert served[2:] == [*polite, *greedy]  # the tenant `greedy` has had two
+    assert not lines.constrained.place(begun)
+
+
+def test_who_comes_before_the_first_of_a_line_is_kept_from_no_worker() -> None:
+    """Or a tenant that has received less would be kept from the workers for as long as others fill a line."""
+    lines = Lines()
+    lines.queue.charge("greedy", 5000)
+    lines.add(3000, tenant="greedy")
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"tenant": "greedy"}, {"longest"}),
+        ({"tenant": "polite"}, set()),
+        ({"tenant": "greedy", "priority": -1}, set()),
+        ({"tenant": "greedy", "begun": True}, set()),
+        ({"tenant": "polite", "priority": 1}, {"longest"}),
+    ]
+    for about, kept in cases:
+        request = lines.arrived(**about)
+        if about["tenant"] == "polite":
+            lines.queue._charged["polite"] = 100
+        assert lines.kept_from(request) == kept, about
+
+
+def test_a_tenant_that_gets_tokens_back_may_come_first_in_a_line() -> None:
+    """Its request was refused for lack of room and is queued again."""
+    lines = Lines()
+    lines.queue.charge("a", 10)
+    first, second = lines.add(3000, tenant="a"), lines.add(3000, tenant="b")
+    lines.queue._charged.update({"a": 10, "b": 20})
+    lines.constrained.look_again("b")
+    assert lines.constrained.firsts() == [first]
+    lines.queue.give_back("b", 15)
+    lines.constrained.look_again("b")
+    assert lines.constrained.firsts() == [second]
 
 
 def test_a_request_that_every_worker_in_use_can_take_is_not_constrained() -> None:
@@ -312,16 +386,16 @@ def test_a_request_that_every_worker_in_use_can_take_is_not_constrained() -> Non
     one = WorkerSnapshot("one", "a", "h:1", "", 0, 9, 999, 16, 1000, computes_with="L")
     decodes.put(one)
     unsuited = {one.identity}
-    assert constraint(a_request(0), decodes) is None
-    assert constraint(a_request(0, unsuited=unsuited), decodes) is None
+    assert constraint(a_request(), decodes) is None
+    assert constraint(a_request(unsuited=unsuited), decodes) is None
     decodes.put(replace(one, worker_id="two", max_model_len=20, usable=False, ready=False))
-    assert constraint(a_request(0, tokens=30), decodes) is None
-    assert constraint(a_request(0, unsuited=unsuited), decodes) is None
+    assert constraint(a_request(tokens=30), decodes) is None
+    assert constraint(a_request(unsuited=unsuited), decodes) is None
     decodes.put(replace(one, worker_id="two", max_model_len=20, computes_with="M"))
-    assert constraint(a_request(0), decodes) is None
+    assert constraint(a_request(), decodes) is None
     about: list[dict[str, Any]] = [{"tokens": 30}, {"unsuited": unsuited}, {"begun_with": Begun("L")}]
-    lines = [constraint(a_request(0, **some), decodes) for some in about]
+    lines = [constraint(a_request(**some), decodes) for some in about]
     assert len({None, *lines}) == 4
-    assert constraint(a_request(1, tokens=40), decodes) == lines[0]
+    assert constraint(a_request(tokens=40), decodes) == lines[0]
     decodes.drop("two")
-    assert [constraint(a_request(0, **some), decodes) for some in about] == [None] * 3
+    assert [constraint(a_request(**some), decodes) for some in about] == [None] * 3

@@ -1,16 +1,16 @@
 """Requests that wait for some of the decode workers, because no other could ever take them. Pure.
 
-They wait apart from the others, so that a worker they cannot use stays in use. They wait in lines, one for each set of
-workers. No other request is placed on a worker that the first of a line waits for: of the room that it takes for a long
-prompt, small requests would take each part as it comes free.
+They wait apart from the others, so that a worker they cannot use stays in use: in lines, one for each set of workers,
+each in the order of a fair queue. A worker that the first of a line waits for takes no request that comes after it in
+this order: of the room that it needs for a long prompt, small requests would take each part as it comes free.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from itertools import takewhile
 
+from services.router.routing.fair_queue import FairQueue
 from services.router.routing.placement import WorkerSnapshot
 from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
@@ -32,8 +32,10 @@ def constraint(waiting: WaitingRequest, decodes: DecodePool) -> Hashable | None:
 
 
 class ConstrainedQueue:
-    def __init__(self) -> None:
-        self._lines: dict[Hashable, dict[WaitingRequest, None]] = {}  # each in the order of `add`
+    def __init__(self, queue: FairQueue[WaitingRequest]) -> None:
+        """`queue`: of all other requests. What a tenant received by either counts in both."""
+        self._queue = queue
+        self._lines: dict[Hashable, FairQueue[WaitingRequest]] = {}
         self._line_of: dict[WaitingRequest, Hashable] = {}
 
     def __len__(self) -> int:
@@ -42,26 +44,57 @@ class ConstrainedQueue:
     @property
     def tokens(self) -> int:
         """The prompt tokens of all its requests."""
-        return sum(waiting.tokens for waiting in self._line_of)
+        return sum(line.tokens for line in self._lines.values())
 
     def add(self, waiting: WaitingRequest, line: Hashable) -> None:
-        self._lines.setdefault(line, {})[waiting] = None
+        if line not in self._lines:
+            self._lines[line] = FairQueue(self._queue)
+        self._lines[line].add(waiting)
         self._line_of[waiting] = line
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Does nothing with a request that is not here."""
-        if waiting in self._line_of:
-            line = self._line_of.pop(waiting)
-            del self._lines[line][waiting]
-            if not self._lines[line]:
-                del self._lines[line]
+        self._leave(waiting, FairQueue.remove)
+
+    def place(self, waiting: WaitingRequest) -> bool:
+        """See FairQueue.place. False: the request is not here."""
+        return self._leave(waiting, FairQueue.place)
+
+    def _leave(
+        self, waiting: WaitingRequest, leave: Callable[[FairQueue[WaitingRequest], WaitingRequest], None]
+    ) -> bool:
+        if waiting not in self._line_of:
+            return False
+        name = self._line_of.pop(waiting)
+        leave(self._lines[name], waiting)
+        if not self._lines[name]:
+            del self._lines[name]
+        return True
+
+    def look_again(self, tenant: str) -> None:
+        """See FairQueue.look_again."""
+        for line in self._lines.values():
+            line.look_again(tenant)
+
+    def before(self, waiting: WaitingRequest, decodes: DecodePool) -> tuple[int, int]:
+        """FairQueue.before, in the line where the request would wait."""
+        line = self._lines.get(constraint(waiting, decodes)) if self._lines else None
+        return line.before(waiting) if line else (0, 0)
+
+    def try_each(self, begins: Callable[[WaitingRequest], bool]) -> None:
+        """Calls `begins` with the first of each line until it is False for all of them: after one that has left, the
+        next of its line may begin, too."""
+        while any(begins(first) for first in self.firsts()):
+            pass
 
     def firsts(self) -> list[WaitingRequest]:
-        """The first of each line, in the order in which they arrived."""
-        return sorted((next(iter(line)) for line in self._lines.values()), key=lambda first: first.number)
+        """The first of each line, in their order."""
+        firsts = (line.first() for line in self._lines.values())
+        return sorted((first for first in firsts if first), key=self._queue.order)
 
     def reserved(self, waiting: WaitingRequest) -> Callable[[WorkerSnapshot], bool] | None:
-        """Whether a worker is kept from this request, for one that is the first of its line and came before. None: no
-        worker is."""
-        before = list(takewhile(lambda first: first is not waiting, self.firsts()))
+        """Whether a worker is kept from this request, for the first of a line that comes before it. None: no worker
+        is."""
+        turn = self._queue.order(waiting)
+        before = [first for first in self.firsts() if first is not waiting and self._queue.order(first) < turn]
         return (lambda worker: any(first.suits(worker) for first in before)) if before else None

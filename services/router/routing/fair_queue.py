@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import islice
+from itertools import count, islice
 from typing import Generic, TypeVar
 
 from services.router.routing.size_histogram import SizeHistogram
@@ -35,7 +36,7 @@ class Waiting:
     tenant: str = ""
     priority: int = 0  # smaller is more urgent
     begun: bool = False  # its client has received tokens
-    number: int = 0  # in the order of arrival
+    number: int = 0  # in the order of arrival at its queue
 
 
 W = TypeVar("W", bound=Waiting)
@@ -148,14 +149,15 @@ class UrgencyClass(Generic[W]):
 
 
 class FairQueue(Generic[W]):
-    def __init__(self) -> None:
+    def __init__(self, beside: FairQueue[W] | None = None) -> None:
+        """`beside`: a queue with the same tenants; what they received counts in both."""
         self.tokens = 0  # prompt tokens of all waiting requests
         self._classes: dict[Urgency, UrgencyClass[W]] = {}
         self._urgencies: list[Urgency] = []  # their keys, in order
         self._count = 0
-        self._charged: dict[str, float] = {}  # tokens of each tenant
+        self._charged: dict[str, float] = {} if beside is None else beside._charged  # tokens of each tenant
         self._waiting: dict[str, int] = {}  # requests of each tenant
-        self._arrivals = 0
+        self._arrivals: Iterator[int] = count(1) if beside is None else beside._arrivals
         self._latest = 0.0  # tokens that the latest placed tenant had received
 
     def __len__(self) -> int:
@@ -166,9 +168,8 @@ class FairQueue(Generic[W]):
         if request.tenant not in self._waiting:
             tops = (self._top(self._classes[urgency])[0] for urgency in self._urgencies[:MAX_SAMPLED])
             self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), min(tops, default=self._latest))
-        self._arrivals += 1
-        request.number = self._arrivals
-        urgency = _urgency(request)
+        request.number = next(self._arrivals)
+        urgency = urgency_of(request)
         if urgency not in self._classes:
             self._classes[urgency] = UrgencyClass()
             insort(self._urgencies, urgency)
@@ -182,7 +183,7 @@ class FairQueue(Generic[W]):
 
     def remove(self, request: W) -> None:
         """Removes a request whose wait has ended. Idempotent."""
-        urgency = _urgency(request)
+        urgency = urgency_of(request)
         group = self._classes.get(urgency)
         line = group.lines.get(request.tenant) if group else None
         if group is None or line is None or request not in line:
@@ -215,9 +216,17 @@ class FairQueue(Generic[W]):
     def give_back(self, tenant: str, tokens: float) -> None:
         """Reverses a charge: the request will be queued again."""
         self._charged[tenant] = max(0.0, self._charged.get(tenant, 0.0) - tokens)
+        self.look_again(tenant)
+
+    def look_again(self, tenant: str) -> None:
+        """After a `give_back` in a queue with the same tenants: this one may come earlier."""
         for group in self._classes.values():
             if tenant in group.lines:
                 self._enter(group, tenant)
+
+    def order(self, request: W) -> tuple[bool, int, float, int]:
+        """Of two requests in queues with the same tenants, the one with the smaller order comes first."""
+        return *urgency_of(request), self._charged.get(request.tenant, 0.0), request.number
 
     def first(self) -> W | None:
         if not self._urgencies:
@@ -229,7 +238,7 @@ class FairQueue(Generic[W]):
         """The number of requests before a waiting one, and their tokens, if no other request arrives. An estimate:
         it counts the more urgent requests, those of the same tenant that are not longer, and of each other tenant as
         many as it would get until its counter exceeds this tenant's; of many tenants it takes a sample."""
-        urgency, count, tokens = _urgency(request), 0, 0
+        urgency, count, tokens = urgency_of(request), 0, 0
         for other in self._urgencies[: bisect_left(self._urgencies, urgency)]:
             count += self._classes[other].count
             tokens += self._classes[other].tokens
@@ -291,5 +300,5 @@ class FairQueue(Generic[W]):
             heapreplace(group.heap, now)
 
 
-def _urgency(request: Waiting) -> Urgency:
+def urgency_of(request: Waiting) -> Urgency:
     return not request.begun, request.priority

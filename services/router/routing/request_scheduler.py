@@ -54,7 +54,7 @@ class RequestScheduler:
         self._queue_timeout_s = queue_timeout_s
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
-        self._constrained = ConstrainedQueue()
+        self._constrained = ConstrainedQueue(self._queue)
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # the view that `_news` applies
@@ -109,7 +109,7 @@ class RequestScheduler:
             alone=alone,
             unsuited=unsuited,
         )
-        if not self._queue:
+        if not self.waiting():
             self._places.clear()
         self._queue.add(waiting)
         try:
@@ -207,6 +207,8 @@ class RequestScheduler:
         free lately."""
         self._workers.settle()
         before, queued = self._queue.before(waiting)
+        of_line = self._constrained.before(waiting, self._workers.decodes)
+        before, queued = before + of_line[0], queued + of_line[1]
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
         holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
         wait_s, own_s, waiting.computed = expected_wait(
@@ -260,7 +262,7 @@ class RequestScheduler:
             self._dispatching.cancel()
             self._dispatching = None
         self._workers.settle()
-        self._dispatch_constrained()
+        self._constrained.try_each(self._begins)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
             if waiting is None:
@@ -277,16 +279,13 @@ class RequestScheduler:
             self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _dispatch_constrained(self) -> None:
-        moved = True
-        while moved:  # the next of a line may be placed too
-            moved = False
-            for first in self._constrained.firsts():
-                if self._refuse_if_unplaceable(first):
-                    moved = True
-                elif placement := self._place(first, 0):
-                    self._take(first, placement)
-                    moved = True
+    def _begins(self, first: WaitingRequest) -> bool:
+        """Places it if it can be, or ends its wait; False: it goes on waiting."""
+        if self._refuse_if_unplaceable(first):
+            return True
+        if placement := self._place(first, 0):
+            self._take(first, placement)
+        return placement is not None
 
     def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
@@ -355,9 +354,9 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
-        self._constrained.remove(waiting)
-        self._queue.place(waiting)
-        if self._queue:
+        if not self._constrained.place(waiting):
+            self._queue.place(waiting)
+        if self.waiting():
             self._places.append(monotonic())
         else:
             self._places.clear()
@@ -374,6 +373,7 @@ class RequestScheduler:
         del self._placed[id(placement)]
         if waiting.refused:
             self._queue.give_back(waiting.tenant, waiting.tokens)
+            self._constrained.look_again(waiting.tenant)
             self.arrived -= waiting.computed
 
     def _catch_up(self) -> None:
