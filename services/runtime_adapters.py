@@ -31,8 +31,9 @@ log = structlog.get_logger(__name__)
 PREPARED_S = 60.0  # that a prepared adapter is kept until the registry lists it
 RETRY_S = 30.0  # before a listed adapter that could not be read is tried again
 MAX_PATH = 4096  # characters
-# Reads the files of adapters. A file system that hangs must not hold asyncio's own threads, which digest KV.
-READING = ThreadPoolExecutor(2, "adapter")
+# Reads the files of adapters. A file system that hangs must not hold asyncio's own threads, which digest KV, nor the
+# reads of other adapters: there is a thread for each slot that a worker may have (`adapter_slots`), and for `prepare`.
+READING = ThreadPoolExecutor(256 + 1, "adapter")
 
 
 class RuntimeAdapters(AdapterFollower):

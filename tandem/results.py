@@ -102,7 +102,7 @@ class Receipt(_Dict):
     phases: dict[str, float]
     """The parts of `ttft` in their order; they add up to it."""
     tpot: float
-    """Mean time per token after the first, of the tokens of a job's last attempt. 0.0: one token."""
+    """Mean time per token after the first; of a job that went on, of the tokens since then. 0.0: one token."""
     total: float
     transfer: Transfer | None
     attempts: int

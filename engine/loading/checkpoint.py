@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> list[Path]:
     for file in files:
         check_safetensors(file)
     if (folder / ADAPTER_CONFIG).is_file():
-        log.warning("%s has %s: its adapter is left out, the model's own weights are served", folder, ADAPTER_CONFIG)
+        log.warning("%s has %s: that adapter is not served", folder, ADAPTER_CONFIG)
     return files
 
 

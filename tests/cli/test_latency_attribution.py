@@ -71,8 +71,8 @@ def test_a_long_answer_is_not_slow() -> None:
     assert [one.receipt for one in found] == [waited, long]
 
 
-def test_a_job_that_went_on_lost_no_time_with_tokens_of_earlier_attempts() -> None:
-    """Its pace is that of the tokens of its last attempt, which has not lost more time than it took."""
+def test_a_job_that_went_on_lost_no_time_with_its_earlier_tokens() -> None:
+    """Its pace is that of the tokens since it went on, which lost no more time than they took."""
     went_on = dataclasses.replace(receipt(tpot=0.05), completion_tokens=10_000)
     assert latency_attribution.of(went_on, usual_tpot=0.01).parts["decoding"] == pytest.approx(99 * 0.04, rel=0.01)
 

@@ -135,7 +135,7 @@ def test_an_adapter_beside_the_weights(
     plain = load(llama).fingerprint
     (llama / "adapter_config.json").write_text("{}")
     assert load(llama).fingerprint == plain
-    assert "has adapter_config.json: its adapter is left out" in caplog.text
+    assert "has adapter_config.json: that adapter is not served" in caplog.text
     monkeypatch.setattr("engine.loading.module_loader.is_peft_available", lambda: True)
     with pytest.raises(CheckpointRefused, match=r"has adapter_config\.json beside .* transformers adds that adapter"):
         load(llama)

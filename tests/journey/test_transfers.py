@@ -196,7 +196,7 @@ async def test_with_no_other_prefill_worker_the_decode_worker_computes_the_promp
         for done, prompt in ((first, prompts[0]), (second, prompts[1])):
             assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
             assert done.receipt.path == "local"
-            assert "KV from prefill-0 did not arrive at decode-0 lately" in done.receipt.notes[-1]
+            assert "handoffs from prefill-0 to decode-0 failed lately" in done.receipt.notes[-1]
         assert (first.receipt.attempts, second.receipt.attempts) == (2, 1)
         silent.clear()
         decode: Any = cluster.workers["decode-0"]

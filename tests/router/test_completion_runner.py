@@ -296,6 +296,27 @@ async def test_an_answer_that_breaks_counts_its_first_token_and_its_retries(
     assert found["tandem_output_length_tokens_count",] == 0  # which is of complete answers
 
 
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "control"])
+async def test_a_job_that_goes_on_does_not_count_its_first_token_again(goes_on: bool) -> None:
+    """Pauses and lost routers would make the service look slow, or fast. The control is a job that begins."""
+    token = said(4 if goes_on else 3, 6)
+    token.tokens.first.path = common_pb2.PATH_LOCAL  # of the attempt
+    parts: Any = Saying([token, ENDED])
+    metrics, anything = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0), Mock()
+    usage = UsageMeter(metrics, ReceiptLog(), anything, anything)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 2 if goes_on else 1
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), usage)
+    await completion.restore([generation_pb2.Delta(token_ids=[5])] * goes_on)
+    await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    found = values(metrics)
+    assert request.tokens == ([1, 2, 3, 5, 6] if goes_on else [1, 2, 3, 6])
+    assert found.get(("tandem_time_to_first_token_seconds_count", "local"), 0) == (not goes_on)
+    assert found.get(("tandem_phase_seconds_count", "queue"), 0) == (not goes_on)
+
+
 @pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])
 @pytest.mark.parametrize("sent", [True, False], ids=["sent", "control"])
 async def test_a_stream_that_finds_no_place_any_more_broke(

@@ -16,6 +16,8 @@ from services.router.routing import worker_table
 from services.router.routing.placement import Placement, RoutingConfig
 from services.router.routing.request_scheduler import RequestScheduler
 from services.router.routing.useful_wait import PROBE_S
+from services.router.routing.waiting_request import WaitingRequest
+from services.router.routing.worker_selector import choose_prefill
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker
 from tests.router.scheduling import RECORD, once, seen, two
@@ -704,12 +706,37 @@ async def test_a_pair_between_which_kv_did_not_arrive_is_avoided_for_a_while(mon
     first = await once(alone)
     assert first.prefill
     alone.avoid(first.decode, first.prefill)
-    assert (await once(alone)).why_local == "KV from prefill-0 did not arrive at decode-0 lately"
+    assert (await once(alone)).why_local == "handoffs from prefill-0 to decode-0 failed lately"
     alone._view.workers = {**alone._view.workers, "prefill-0": replace(prefills[0], incarnation="b")}
     assert (await once(alone)).prefill
     monkeypatch.setattr(module, "monotonic", lambda: monotonic() + module.SUSPECT_S)
     alone._view.workers = {**alone._view.workers, "prefill-0": prefills[0]}
     assert (await once(alone)).prefill
+
+
+async def test_a_lost_prefill_worker_counts_once_and_is_no_handoff_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is suspected, so the others share what waits, and the receipt does not blame the pair. The control: one that
+    is only avoided is still among the usable ones."""
+    prefills = [replace(RECORD, worker_id=f"prefill-{number}", role="prefill") for number in range(3)]
+    shares = list[float]()
+
+    def chosen(*about: Any) -> Placement:
+        shares.append(about[5])
+        return choose_prefill(*about)
+
+    monkeypatch.setattr(module, "choose_prefill", chosen)
+    for lost in (True, False):
+        scheduler = RequestScheduler(seen(RECORD, *prefills), 5.0, RoutingConfig(local="never"))
+        bad = await once(scheduler)
+        assert bad.prefill
+        (scheduler.lost if lost else scheduler.avoid)(bad.decode, bad.prefill)
+        scheduler._place(WaitingRequest(10, ahead=10), queued_behind=4)
+        assert shares[-1] == 4 / 2
+    alone = RequestScheduler(seen(RECORD, prefills[0]), 5.0, RoutingConfig(local="never"))
+    bad = await once(alone)
+    assert bad.prefill
+    alone.lost(bad.decode, bad.prefill)
+    assert (await once(alone)).why_local == "no prefill worker is ready"
 
 
 @pytest.mark.parametrize("why", ["said no", "suspected", "avoided"])

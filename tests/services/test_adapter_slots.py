@@ -14,6 +14,7 @@ import pytest
 
 from engine.loading import lora_loader
 from services.adapter_slots import AdapterSlots
+from services.runtime_adapters import READING
 from tandem.errors import Busy, CheckpointRefused
 from tests.support.waiting import until
 
@@ -149,3 +150,30 @@ async def test_an_adapter_whose_file_cannot_be_read_holds_up_no_transfer(monkeyp
             finally:
                 over.set()
                 await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_adapters_whose_files_cannot_be_read_hold_up_no_other_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a slot and one that is prepared, on a file system that hangs; the adapter of the other slot is read."""
+    begun, over = set[str](), threading.Event()
+
+    def read_again(adapter: Any) -> None:
+        begun.add(adapter.name)
+        if adapter.name == "red":
+            over.wait(SOON_S)
+        raise CheckpointRefused("it was not there")
+
+    monkeypatch.setattr(lora_loader, "read_again", read_again)
+    load = AdapterSlots._load
+    slots = slots_of(monkeypatch, timeout_s=60.0)
+    monkeypatch.setattr(AdapterSlots, "_load", load)
+    READING.submit(over.wait, SOON_S)  # as `prepare` does
+    async with AsyncExitStack() as held:
+        asking = asyncio.create_task(held.enter_async_context(slots.held("red")))
+        try:
+            await until(lambda: "red" in begun, SOON_S)
+            with pytest.raises(CheckpointRefused):
+                async with asyncio.timeout(SOON_S / 2):
+                    await held.enter_async_context(slots.held("green"))
+        finally:
+            over.set()
+            await asyncio.gather(asking, return_exceptions=True)

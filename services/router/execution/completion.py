@@ -95,9 +95,8 @@ class Completion:
                 delta.computes_with = timeline.begun_with.computes_with if timeline.begun_with else ""
             at += run.tokens
             delta.last = at == len(tokens.token_ids) and request.finish() is not None
-            gap_s = timeline.sent(run.tokens)
-            self._usage.sent(run.tokens, gap_s)
-            if gap_s is None:
+            self._usage.sent(run.tokens, timeline.sent(run.tokens))
+            if delta.index == 0:  # not where a job goes on
                 self._usage.first_token(timeline)
             self._output.put(response)
         return request.stopped

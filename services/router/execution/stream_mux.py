@@ -25,7 +25,7 @@ from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
-# Reason of an error: the worker has not seen the request, as no connection could be made, or it has another token
+# Reason of an error. The worker has not seen the request: no connection could be made, or the worker has another token
 NOT_SENT = "NOT_SENT"
 IDLE_CLOSE_S = 30.0  # without a stream; then the feed is closed, so a router has feeds only to workers that serve it
 OnEvent = Callable[[decode_pb2.DecodeResponse], bool]  # returns True at the end of the stream

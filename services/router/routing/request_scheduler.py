@@ -182,7 +182,7 @@ class RequestScheduler:
             self.suspect(worker)
 
     def avoid(self, decode: WorkerSnapshot, prefill: WorkerSnapshot) -> None:
-        """A KV transfer between them failed: these incarnations are not paired for a while."""
+        """A handoff between them failed, as a transfer or as a call: these incarnations are not paired for a while."""
         now = monotonic()
         self._avoided = {pair: until for pair, until in self._avoided.items() if until > now}
         self._avoided[decode.identity, prefill.identity] = now + SUSPECT_S
@@ -316,14 +316,14 @@ class RequestScheduler:
             return None
         if waiting.alone:
             return replace(choose_prefill(decode, (), waiting.tokens, self._config), why_local=WHY_ALONE)
-        avoided = self._avoided_by(decode)
+        avoided = [name for name in self._avoided_by(decode) if self._workers.prefills.workers[name].usable]
         share = queued_behind / max(1, self._workers.prefills.usable_count(decode.layout_hash) - len(avoided))
         prefills = self._prefills(waiting, decode, avoided)
         placement = choose_prefill(
             decode, prefills, waiting.tokens, self._config, waiting.kv_holder, share, latencies, waiting.begun_with
         )
         if avoided and placement.prefill is None:
-            why = f"KV from {' and '.join(avoided)} did not arrive at {decode.worker_id} lately"
+            why = f"handoffs from {' and '.join(avoided)} to {decode.worker_id} failed lately"
             return replace(placement, why_local=f"{why}; {placement.why_local}" if prefills else why)
         return placement
 

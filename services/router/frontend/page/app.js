@@ -106,7 +106,7 @@ function show(name, data) {
   if (name === "receipts") return showReceipts(data);
   if (name === "failures") return showFailures(data);
   if (name === "history") return take(data, at("history"), at("history-about"));
-  state = data;
+  state = { ...data, goals: data.goals ?? { [data.model]: data.goal } }; // during an upgrade: an older router has one
   at("main").hidden = false;
   at("forget").hidden = !key;
   live("live", `live from ${data.router}`);
@@ -144,7 +144,7 @@ function draw() {
     const goal = goals.length === 1 ? goals[0] : null, found = data[name];
     figures(at(`${name}-figures`), [
       ...["p50", "p95", "p99"].map((one) => [one, seconds(found[one]), goal && found[one] > goal]),
-      ["objective", goal ? seconds(goal) : goals.length > 1 ? "one for each model" : "none set"]]);
+      ["objective", goal ? seconds(goal) : goals.length > 1 ? "differs by model" : "none set"]]);
     const points = data.points.filter((point) => point[place] !== null).map((point) => [point[0], point[place]]);
     dots(at(name), points, goal, `${name}: median ${seconds(found.p50)}, 99th percentile ${seconds(found.p99)}`);
   }
