@@ -112,7 +112,7 @@ async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
 
 async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: JobJournal) -> None:
     """A line of a batch would wait for them until the batch expires. Jobs that are stored already are not refused."""
-    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_each=2)
+    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_bytes=1 << 26, most_each=2)
     for count, tenant in ((3, "ann"), (4, "")):
         with pytest.raises(TooLarge, match=f"{count} jobs"):
             await few.submit(asked(*(f"{tenant}/{number}" for number in range(count))), tenant)
