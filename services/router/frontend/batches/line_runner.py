@@ -28,6 +28,7 @@ from tandem.grpc_errors import known_errors
 from tandem.v1 import generation_pb2, jobs_pb2
 
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 15.0  # between two attempts to submit a line's jobs
+MAX_REMOVED = 2  # times that a line's jobs are computed again, because they were removed before they were read
 BATCH_PRIORITY = 100  # or less urgent, if the line says so; requests without a priority have 0
 ROUTER_LEAVES = ("REGISTRY_UNREACHABLE", "DRAINING")  # reasons why this router cannot continue, unlike another one
 
@@ -67,7 +68,7 @@ class LineRunner:
     async def run(self, record: BatchRecord, line: Line) -> LineResult:
         """Waits while the cluster or the tenant's limits have no room. Raises Unavailable when this router cannot
         continue."""
-        name, delay_s, prepared = _name(record, line), MIN_RETRY_S, None
+        name, delay_s, prepared, removed = _name(record, line), MIN_RETRY_S, None, 0
         while True:
             usage = _Usage()
             try:
@@ -82,6 +83,9 @@ class LineRunner:
                 await asyncio.sleep(min(max(delay_s, error.retry_after or 0.0), MAX_RETRY_S))
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
             except TandemError as error:
+                if error.reason == "NO_SUCH_JOB" and removed < MAX_REMOVED:  # newer jobs needed its room
+                    removed += 1
+                    continue
                 if prepared is not None:
                     error = prepared.encoder.named(error)
                 return self._result(record, line, name, error.http, openai_errors.error_body(error), usage)
@@ -133,6 +137,7 @@ class LineRunner:
             kept = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request)
             yield number, started(kept.request, message.request_id, "")
             ended: set[int] = set()
+            end: State | None = None
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
                     for event in (
@@ -144,18 +149,18 @@ class LineRunner:
                             ended.add(event.finished.choice)
                             usage.count(event.finished)
                         yield number, event
-                    if any(entry.ended is not None for entry in entries):
+                    end = next((entry.ended for entry in entries if entry.ended is not None), None)
+                    if end is not None:
                         break
                     if not entries:
                         await self._journal.get(job_id)  # it may have been forgotten
-            await self._raise_failure(job_id)
+            await self._raise_failure(job_id, end)
 
-    async def _raise_failure(self, job_id: str) -> None:
-        found = await self._journal.get(job_id)
-        if found.state is State.CANCELLED:
+    async def _raise_failure(self, job_id: str, end: State | None) -> None:
+        if end is State.CANCELLED:
             raise Cancelled("the job of this line was cancelled", reason="JOB_CANCELLED")
-        if found.error:
-            raise found.error
+        if end is State.FAILED and (error := (await self._journal.get(job_id)).error):
+            raise error
 
     @staticmethod
     def _result(record: BatchRecord, line: Line, name: str, status: int, body: bytes, usage: _Usage) -> LineResult:
