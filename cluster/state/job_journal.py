@@ -192,6 +192,14 @@ class JobJournal:
         if not int(await self._run(scripts.CANCEL, [self._job(job_id)], [])):
             raise no_such("job", job_id, KEPT)
 
+    async def open_with(self, prefix: str) -> list[str]:
+        """The ids of the open jobs that begin with `prefix`."""
+        first = prefix.encode()
+        async with self._reads.connection() as client:
+            # No id has the byte 0xff, since ids are UTF-8.
+            found = await client.zrangebylex(self._open[1], b"[" + first, b"(" + first + b"\xff")
+        return [job_id.decode() for job_id in found]
+
     async def forget(self, job_id: str) -> bool:
         """Removes a job that has ended, before its time. False: there is none."""
         return bool(await self._writes.run(scripts.FORGET, self._ended(job_id), [job_id]))

@@ -124,6 +124,14 @@ async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: J
     await few.close()
 
 
+async def test_open_jobs_are_found_by_the_beginning_of_their_ids(kept: JobJournal) -> None:
+    """Wherever there are gaps, neither those that have ended nor those of longer or other names."""
+    await kept.submit(asked("ann/b-0", "ann/b-1-1", "ann/b-1-2", "ann/b-ü", "ann/b", "ann/bb-0", "ann/b.0", "bob/b-0"))
+    await kept.end("ann/b-1-1", 1, JobState.FINISHED)
+    assert await kept.open_with("ann/b-") == ["ann/b-0", "ann/b-1-2", "ann/b-ü"]
+    assert await kept.open_with("ann/c") == []
+
+
 async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> None:
     """An id is never the key of another job."""
     names = ["/x", "/x:events", "/events:/x", "/{x}"]

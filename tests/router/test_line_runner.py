@@ -31,11 +31,20 @@ class Journal:
         self._end, self._takes = end, takes
         self._kept: set[str] = set()
         self.computed: Counter[str] = Counter()
+        self.cancelled: list[str] = []
 
     async def submit(self, requests: Sequence[generation_pb2.GenerateRequest], *_: Any, **__: Any) -> None:
         new = {f"ann/{request.request_id}" for request in requests} - self._kept
         self._kept |= new
         self.computed.update(new)
+
+    async def open_with(self, prefix: str) -> list[str]:
+        return ["ann/removed", *sorted(job_id for job_id in self._kept if job_id.startswith(prefix))]
+
+    async def cancel(self, job_id: str) -> None:
+        if job_id not in self._kept:
+            raise no_such("job", job_id, "")
+        self.cancelled.append(job_id)
 
     async def get(self, job_id: str) -> JobRecord:
         if job_id not in self._kept:
@@ -86,3 +95,13 @@ async def test_a_job_whose_end_was_read_is_needed_no_more() -> None:
     assert journal.computed == {FIRST: 1, SECOND: 1}
     assert b"too long" in (await result_of(Journal(State.FAILED, {}))).text
     assert b"no job" in (await result_of(Journal(State.FAILED, {FIRST: (FIRST, 9)}))).text
+
+
+async def test_all_open_jobs_of_a_batch_are_cancelled() -> None:
+    """Also those behind prompts and lines whose jobs were removed, and no job of another batch."""
+    journal = Journal(State.OPEN, {})
+    names = ("batch_1-7-1", "batch_1-90", "batch_10-7-1")
+    await journal.submit([generation_pb2.GenerateRequest(request_id=name) for name in names])
+    nothing: Any = None
+    await LineRunner(nothing, journal, nothing, nothing, {}).cancel(RECORD)  # type: ignore[arg-type]
+    assert journal.cancelled == ["ann/batch_1-7-1", "ann/batch_1-90"]

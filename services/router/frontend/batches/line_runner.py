@@ -8,8 +8,8 @@ The ids of the jobs follow from the line, so a router that continues a batch fin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from cluster.state.batch_store import BatchRecord, LineResult
@@ -90,22 +90,20 @@ class LineRunner:
                     error = prepared.encoder.named(error)
                 return self._result(record, line, name, error.http, openai_errors.error_body(error), usage)
 
-    async def cancel(self, record: BatchRecord, lines: Sequence[Line]) -> None:
-        """Cancels the jobs of these lines, if there are any."""
-        for line in lines:
-            await _of_each_job(record, line, self._cancelled)
+    async def cancel(self, record: BatchRecord) -> None:
+        """Cancels the open jobs of all lines."""
+        for job_id in await self._journal.open_with(f"{record.tenant}/{record.batch_id}-"):
+            with suppress(NotFound):  # it has ended meanwhile, and was removed
+                await self._journal.cancel(job_id)
 
     async def forget(self, record: BatchRecord, line: Line) -> None:
-        """Removes the jobs of a line whose result is stored, to free the registry's memory."""
-        await _of_each_job(record, line, self._journal.forget)
-
-    async def _cancelled(self, job_id: str) -> bool:
-        """Whether there is such a job."""
-        try:
-            await self._journal.cancel(job_id)
-        except NotFound:
-            return False
-        return True
+        """Removes the jobs of a line whose result is stored, to free the registry's memory. Those behind one that was
+        removed before stay until they expire or newer ones need their room."""
+        job_id = f"{record.tenant}/{_name(record, line)}"
+        prompt = 0
+        if not await self._journal.forget(job_id):
+            while await self._journal.forget(f"{job_id}-{prompt}"):
+                prompt += 1
 
     async def _prepared(self, record: BatchRecord, line: Line, name: str) -> Prepared:
         """Raises the errors of the endpoint."""
@@ -167,15 +165,6 @@ class LineRunner:
         tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens)
         text = batch_lines.answered(record.batch_id, line, name, status, body)
         return LineResult(line.number, text, status == 200, *tokens)
-
-
-async def _of_each_job(record: BatchRecord, line: Line, act: Callable[[str], Awaitable[bool]]) -> None:
-    """Calls `act` for each job of the line's prompts. `act` returns whether there is a job with that id."""
-    job_id = f"{record.tenant}/{_name(record, line)}"
-    prompt = 0
-    if not await act(job_id):
-        while await act(f"{job_id}-{prompt}"):
-            prompt += 1
 
 
 def _name(record: BatchRecord, line: Line) -> str:
