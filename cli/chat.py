@@ -99,6 +99,7 @@ class Chat:
                 self.options["adapter"] = None if name == info.model else name
                 self.tell(f"{name} answers from now on")
                 return
+        self.failed = True
         self.tell(f"there is no model {name}; /model lists them")
 
     def _show_receipt(self) -> None:

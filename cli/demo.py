@@ -59,7 +59,8 @@ def read_prompts(path: Path, max_tokens: int) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the prompts in {path}: {error}", field="prompts") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"cannot read the prompts in {path}: {why}", field="prompts") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -43,7 +43,7 @@ from tandem.settings import Settings
 if TYPE_CHECKING:
     from cluster.ray_runtime import Runtime, SupervisorHandle
 
-START_TIMEOUT_S = 600.0  # at least, for the whole start
+MIN_START_TIMEOUT_S = 600.0  # of the whole start, where `start_timeout_s` is shorter
 DEFAULT_LAUNCHER = "services.launch"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -91,7 +91,7 @@ class LocalCluster:
         self.directory: Path | None = None
         self._report_to = report
         self._launcher = launcher
-        self._start_timeout_s = start_timeout_s or max(START_TIMEOUT_S, settings.start_timeout_s)
+        self._start_timeout_s = start_timeout_s or max(MIN_START_TIMEOUT_S, settings.start_timeout_s)
         self._began = monotonic()
         self._undo = ExitStack()
         self._inbox: SimpleQueue[_Answer | _Notice] = SimpleQueue()

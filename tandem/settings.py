@@ -268,7 +268,7 @@ class Settings(BaseSettings):
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish its requests."""
     start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
-    """`tandem up` restarts a worker that completes no stage in this time, and ends if not ready after it (or 600 s)."""
+    """`tandem up` restarts a worker that completes no stage for this long. It gives up after it, not before 600 s."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

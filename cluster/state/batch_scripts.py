@@ -50,7 +50,8 @@ redis.call('PEXPIRE', KEYS[3], ARGV[9])
 return 'kept'
 """
 )
-# The pieces from the place ARGV[1] on: as many as have at most ARGV[2] bytes, or one longer one, and at most ARGV[3].
+# A page: the pieces from the place ARGV[1] on, at most ARGV[3] of them, with at most ARGV[2] bytes together. A first
+# piece with more bytes than that is a page of its own.
 PAGE = """
 local found, size, most = {}, 0, tonumber(ARGV[2])
 while #found < tonumber(ARGV[3]) do

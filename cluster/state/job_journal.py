@@ -113,7 +113,7 @@ class JobJournal:
     async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
         """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1.
         Raises PreconditionFailed for another request under the same id, Busy when too many are open, TooLarge for more
-        than may ever be open."""
+        new ones than may ever be open."""
         args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
@@ -127,8 +127,8 @@ class JobJournal:
                 bound="a new one for a new request",
             )
         most = min(self._most, self._most_each) if tenant else self._most
-        if outcome != "kept" and len(jobs) > most:
-            raise TooLarge(f"{len(jobs)} jobs are more than {most}, the maximum of open ones", bound=f"at most {most}")
+        if outcome != "kept" and (new := int(about[0])) > most:
+            raise TooLarge(f"{new} new jobs are more than {most}, the maximum of open ones", bound=f"at most {most}")
         if outcome == "full":
             raise Busy(f"{self._most} jobs are open, the maximum (max_jobs)", reason="JOBS_FULL", retry_after=5.0)
         if outcome == "full for it":
@@ -191,6 +191,14 @@ class JobJournal:
         """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
         if not int(await self._run(scripts.CANCEL, [self._job(job_id)], [])):
             raise no_such("job", job_id, KEPT)
+
+    async def open_with(self, prefix: str) -> list[str]:
+        """The ids of the open jobs that begin with `prefix`."""
+        first = prefix.encode()
+        async with self._reads.connection() as client:
+            # No id has the byte 0xff, since ids are UTF-8.
+            found = await client.zrangebylex(self._open[1], b"[" + first, b"(" + first + b"\xff")
+        return [job_id.decode() for job_id in found]
 
     async def forget(self, job_id: str) -> bool:
         """Removes a job that has ended, before its time. False: there is none."""

@@ -24,10 +24,10 @@ for i = 1, #KEYS - 2 do
     new = new + 1
   end
 end
-if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full'} end
+if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full', tostring(new)} end
 if new > 0 and ARGV[4] ~= '' then
   local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
-  if open + new > tonumber(ARGV[3]) then return {'full for it'} end
+  if open + new > tonumber(ARGV[3]) then return {'full for it', tostring(new)} end
 end
 for i = 1, #KEYS - 2 do
   if answers[i + 1] == 'new' then

@@ -684,6 +684,16 @@ async def test_demo_refuses_a_wrong_file(tmp_path: Any, line: str | bytes) -> No
         read_prompts(path, 8)
 
 
+def test_demo_names_a_file_that_cannot_be_read_once(tmp_path: Any) -> None:
+    """The sentence is for people: without the number of the error."""
+    from cli.demo import read_prompts
+
+    path = tmp_path / "none.jsonl"
+    with pytest.raises(errors.SettingsError) as refused:
+        read_prompts(path, 8)
+    assert refused.value.message == f"cannot read the prompts in {path}: No such file or directory"
+
+
 # ---- what it costs
 
 

@@ -111,17 +111,28 @@ async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
 
 
 async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: JobJournal) -> None:
-    """A line of a batch would wait for them until the batch expires. Jobs that are stored already are not refused."""
-    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_each=2)
+    """A line of a batch would wait for them until the batch expires. Jobs that are stored already are not refused,
+    and do not count with new ones in the same call."""
+    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3, most_bytes=1 << 26, most_each=2)
     for count, tenant in ((3, "ann"), (4, "")):
-        with pytest.raises(TooLarge, match=f"{count} jobs"):
+        with pytest.raises(TooLarge, match=f"{count} new jobs"):
             await few.submit(asked(*(f"{tenant}/{number}" for number in range(count))), tenant)
     await few.submit(asked("ann/1", "ann/2"), "ann")
     with pytest.raises(Busy):
         await few.submit(asked("ann/3", "ann/4"), "ann")
     await kept.submit(asked("bob/1", "bob/2", "bob/3"), "bob")
     assert await few.submit(asked("bob/1", "bob/2", "bob/3"), "bob") == [False] * 3
+    with pytest.raises(Busy):
+        await few.submit(asked("bob/1", "bob/2", "bob/3", "bob/4"), "bob")
     await few.close()
+
+
+async def test_open_jobs_are_found_by_the_beginning_of_their_ids(kept: JobJournal) -> None:
+    """Wherever there are gaps, neither those that have ended nor those of longer or other names."""
+    await kept.submit(asked("ann/b-0", "ann/b-1-1", "ann/b-1-2", "ann/b-ü", "ann/b", "ann/bb-0", "ann/b.0", "bob/b-0"))
+    await kept.end("ann/b-1-1", 1, JobState.FINISHED)
+    assert await kept.open_with("ann/b-") == ["ann/b-0", "ann/b-1-2", "ann/b-ü"]
+    assert await kept.open_with("ann/c") == []
 
 
 async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> None:

@@ -127,6 +127,13 @@ def test_a_list_of_models_that_does_not_come_ends_no_chat(chat: Chat, fails: Bas
     assert asked(chat) == ["one", "answer 1", "two"]
 
 
+def test_a_model_that_does_not_exist_fails_the_line(chat: Chat) -> None:
+    """The lines behind it in a pipe go to another model than they were meant for, so the exit code tells of it. The
+    control: a known name, and the list of them, fail nothing."""
+    assert chat.run(["/model sql", "/model", "one"])
+    assert not chat.run(["/model cobol", "two"])
+
+
 def test_a_turn_goes_to_the_model_that_was_chosen(chat: Chat) -> None:
     """A turn goes to an adapter by its name, or to the model itself; an unknown name changes nothing."""
     client: Any = chat.client

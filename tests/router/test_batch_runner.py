@@ -149,14 +149,6 @@ async def test_a_full_queue_holds_back_the_lines_of_its_own_model_only() -> None
     assert lines.most == WINDOW
 
 
-def test_all_lines_that_may_have_been_begun_are_cancelled() -> None:
-    """Those of the window of each model, whatever their places in the file are."""
-    left = [*(line for line in MIXED if line.model == "a"), *(line for line in MIXED if line.model == "b")]
-    begun = batch_runner._begun(left)
-    assert [line.model for line in begun] == ["a"] * WINDOW + ["b"] * WINDOW
-    assert begun[-1].number == OF_B[WINDOW - 1]
-
-
 # ---- more batches than places
 
 

@@ -35,7 +35,7 @@ from tandem.settings import Settings
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 from tests.router.scheduling import once, seen, two
-from tests.tandem.test_metrics import values
+from tests.support.metric_values import values
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())

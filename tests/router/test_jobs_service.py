@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from cluster.state.job_journal import Entry, JobRecord
 from cluster.state.job_journal import JobState as State
+from cluster.state.redis_store import no_such
 from services.router.frontend.jobs_service import EVENTS_PER_MESSAGE, JobService
 from services.router.tenancy.api_keys import ANONYMOUS
 from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import NotFound
 from tandem.telemetry.tracing import NO_SPAN, NO_TRACING
 from tandem.v1 import generation_pb2, jobs_pb2
 
@@ -70,6 +74,22 @@ async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> Non
     service._messages.keep = keep  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
     assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE
+
+
+@pytest.mark.parametrize(("end", "fails"), [(State.FINISHED, False), (State.FAILED, True)])
+async def test_an_answer_that_was_read_to_its_end_may_be_gone(end: State, fails: bool) -> None:
+    """Newer jobs may need its room while a slow client reads. The control: a failed job's error is read after its
+    end, and whoever watched it gets an error anyway."""
+    journal = Journal([Entry("1", b"", end)])
+    events = watched(service_of(journal), from_token=0)
+    await anext(events)
+
+    async def gone(job_id: str) -> JobRecord:
+        raise no_such("job", job_id, "")
+
+    journal.get = gone  # type: ignore[method-assign]
+    with pytest.raises(NotFound) if fails else nullcontext():
+        assert [event async for event in events] == []
 
 
 def test_a_stored_job_says_what_its_ids_and_its_adapter_mean() -> None:

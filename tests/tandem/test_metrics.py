@@ -7,13 +7,10 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from tandem.errors import (
     Busy,
@@ -28,25 +25,12 @@ from tandem.errors import (
 from tandem.settings import Settings
 from tandem.telemetry import exposition, metrics_server
 from tandem.telemetry import metrics as tandem_metrics
-from tandem.telemetry.metrics import STATES, Load, Metrics, Reach, RouterMetrics, WorkerMetrics
+from tandem.telemetry.metrics import STATES, Load, Reach, RouterMetrics, WorkerMetrics
 from tandem.telemetry.metrics_server import Probes
 from tandem.v1 import common_pb2, generation_pb2
+from tests.support.metric_values import WHO, samples, values
 
-WHO = {"pool", "worker", "model"}
 LOAD = Load("ready", 5, waiting=2, free=6, cached=1, held=3, backlog=500, prompt_rate=1000.0, preemptions=4, places=10)
-
-
-def samples(metrics: Metrics) -> Iterator[Sample]:
-    for family in text_string_to_metric_families(metrics.text().decode()):
-        yield from family.samples
-
-
-def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """By name and the values of its labels but pool, worker and model, which are sorted by the labels' names."""
-    return {
-        (one.name, *(value for name, value in sorted(one.labels.items()) if name not in WHO)): one.value
-        for one in samples(metrics)
-    }
 
 
 def of_router(waiting: int = 0, **settings: Any) -> RouterMetrics:

@@ -7,7 +7,7 @@ machine or a pool fails, count as one: a second loss counts only if the request 
 
     one worker lost     an accident: the request is placed again like any other
     two                 a suspicion: the request begins alone, on one decode worker (services/decode/begin_gate.py)
-    one more while it began alone, two more in any case, or two whose engines failed in a step with it only
+    one more while it began alone, two more in any case, or two whose engines failed in a step that had no other request
                         poison: neither this request nor the same one, sent again, is tried for a while
 
 One request beside it that is poison ends three workers, so a fourth is not that one's.

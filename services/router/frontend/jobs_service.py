@@ -130,7 +130,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
         if ended is State.CANCELLED:
             raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
-        if error := (await self._journal.get(job_id)).error:
+        if ended is State.FAILED and (error := (await self._journal.get(job_id)).error):
             raise error
 
     @contextmanager

@@ -214,9 +214,9 @@ class BatchRunner:
 
     async def _give_up(self, record: BatchRecord, lines: Sequence[Line], status: BatchStatus) -> None:
         """Gives each line without a result one with the reason why it was not run."""
+        await self._lines.cancel(record)
         answered = await self._store.answered(record)
         left = [line for line in lines if line.number not in answered]
-        await self._lines.cancel(record, _begun(left))
         code, message = WHY_NOT_RUN[status]
         for start in range(0, len(left), RESULTS_PER_SCRIPT):
             some = left[start : start + RESULTS_PER_SCRIPT]
@@ -232,18 +232,6 @@ class BatchRunner:
     async def _end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[dict[str, object]] = ()) -> None:
         _own(await self._store.end(record, status, errors))
         log.info("batch.ended", batch=record.batch_id, status=status.value)
-
-
-def _begun(left: Sequence[Line]) -> list[Line]:
-    """The lines without a result that may have begun: lines of one model begin in order. Groups them by the model's
-    name, which, unlike its key, is the same at every router and time."""
-    counts: Counter[str] = Counter()
-    begun = list[Line]()
-    for line in left:
-        counts[line.model] += 1
-        if counts[line.model] <= WINDOW:
-            begun.append(line)
-    return begun
 
 
 def _own(kept: bool) -> None:

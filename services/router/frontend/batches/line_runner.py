@@ -8,8 +8,8 @@ The ids of the jobs follow from the line, so a router that continues a batch fin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from cluster.state.batch_store import BatchRecord, LineResult
@@ -28,6 +28,7 @@ from tandem.grpc_errors import known_errors
 from tandem.v1 import generation_pb2, jobs_pb2
 
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 15.0  # between two attempts to submit a line's jobs
+MAX_REMOVED = 2  # times that a line's jobs are computed again, because they were removed before they were read
 BATCH_PRIORITY = 100  # or less urgent, if the line says so; requests without a priority have 0
 ROUTER_LEAVES = ("REGISTRY_UNREACHABLE", "DRAINING")  # reasons why this router cannot continue, unlike another one
 
@@ -67,7 +68,7 @@ class LineRunner:
     async def run(self, record: BatchRecord, line: Line) -> LineResult:
         """Waits while the cluster or the tenant's limits have no room. Raises Unavailable when this router cannot
         continue."""
-        name, delay_s, prepared = _name(record, line), MIN_RETRY_S, None
+        name, delay_s, prepared, removed = _name(record, line), MIN_RETRY_S, None, 0
         while True:
             usage = _Usage()
             try:
@@ -82,26 +83,27 @@ class LineRunner:
                 await asyncio.sleep(min(max(delay_s, error.retry_after or 0.0), MAX_RETRY_S))
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
             except TandemError as error:
+                if error.reason == "NO_SUCH_JOB" and removed < MAX_REMOVED:  # newer jobs needed its room
+                    removed += 1
+                    continue
                 if prepared is not None:
                     error = prepared.encoder.named(error)
                 return self._result(record, line, name, error.http, openai_errors.error_body(error), usage)
 
-    async def cancel(self, record: BatchRecord, lines: Sequence[Line]) -> None:
-        """Cancels the jobs of these lines, if there are any."""
-        for line in lines:
-            await _of_each_job(record, line, self._cancelled)
+    async def cancel(self, record: BatchRecord) -> None:
+        """Cancels the open jobs of all lines."""
+        for job_id in await self._journal.open_with(f"{record.tenant}/{record.batch_id}-"):
+            with suppress(NotFound):  # it has ended meanwhile, and was removed
+                await self._journal.cancel(job_id)
 
     async def forget(self, record: BatchRecord, line: Line) -> None:
-        """Removes the jobs of a line whose result is stored, to free the registry's memory."""
-        await _of_each_job(record, line, self._journal.forget)
-
-    async def _cancelled(self, job_id: str) -> bool:
-        """Whether there is such a job."""
-        try:
-            await self._journal.cancel(job_id)
-        except NotFound:
-            return False
-        return True
+        """Removes the jobs of a line whose result is stored, to free the registry's memory. Those behind one that was
+        removed before stay until they expire or newer ones need their room."""
+        job_id = f"{record.tenant}/{_name(record, line)}"
+        prompt = 0
+        if not await self._journal.forget(job_id):
+            while await self._journal.forget(f"{job_id}-{prompt}"):
+                prompt += 1
 
     async def _prepared(self, record: BatchRecord, line: Line, name: str) -> Prepared:
         """Raises the errors of the endpoint."""
@@ -133,6 +135,7 @@ class LineRunner:
             kept = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request)
             yield number, started(kept.request, message.request_id, "")
             ended: set[int] = set()
+            end: State | None = None
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
                     for event in (
@@ -144,33 +147,24 @@ class LineRunner:
                             ended.add(event.finished.choice)
                             usage.count(event.finished)
                         yield number, event
-                    if any(entry.ended is not None for entry in entries):
+                    end = next((entry.ended for entry in entries if entry.ended is not None), None)
+                    if end is not None:
                         break
                     if not entries:
                         await self._journal.get(job_id)  # it may have been forgotten
-            await self._raise_failure(job_id)
+            await self._raise_failure(job_id, end)
 
-    async def _raise_failure(self, job_id: str) -> None:
-        found = await self._journal.get(job_id)
-        if found.state is State.CANCELLED:
+    async def _raise_failure(self, job_id: str, end: State | None) -> None:
+        if end is State.CANCELLED:
             raise Cancelled("the job of this line was cancelled", reason="JOB_CANCELLED")
-        if found.error:
-            raise found.error
+        if end is State.FAILED and (error := (await self._journal.get(job_id)).error):
+            raise error
 
     @staticmethod
     def _result(record: BatchRecord, line: Line, name: str, status: int, body: bytes, usage: _Usage) -> LineResult:
         tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens)
         text = batch_lines.answered(record.batch_id, line, name, status, body)
         return LineResult(line.number, text, status == 200, *tokens)
-
-
-async def _of_each_job(record: BatchRecord, line: Line, act: Callable[[str], Awaitable[bool]]) -> None:
-    """Calls `act` for each job of the line's prompts. `act` returns whether there is a job with that id."""
-    job_id = f"{record.tenant}/{_name(record, line)}"
-    prompt = 0
-    if not await act(job_id):
-        while await act(f"{job_id}-{prompt}"):
-            prompt += 1
 
 
 def _name(record: BatchRecord, line: Line) -> str:
