@@ -202,7 +202,7 @@ async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_route
     inside: Any, models: dict[str, Path]
 ) -> None:
     """An upgrade of one model gives it other pools, which are empty at first. Nothing else makes a router wait for a
-    model without workers: neither routers with the same pools, nor routers that wait themselves, nor that it is alone."""
+    model without workers: neither routers with the same pools, nor routers that wait, nor that it is alone."""
 
     async def start(settings: Settings, worker_id: str) -> Any:
         return await launch.start("router", settings, worker_id)
