@@ -212,10 +212,9 @@ class Router:
         await asyncio.shield(self._ended)
 
     def _ready(self) -> bool:
-        """For /readyz and this router's record: whether a decode worker has ever been ready, and one of each model whose
+        """For /readyz and the router's record: whether a decode worker has ever been ready, and one of each model whose
         pools a ready router does not know, as in an upgrade; so routers that wait do not wait for each other. Later
-        losses do not count: all routers see the same workers, and without any router clients would get no answer at
-        all."""
+        losses do not count: all routers see the same workers, and without any router clients would get no answer."""
         self._had_workers = self._had_workers or (self.models.ready() and not self.models.awaited())
         return self._had_workers and not self._stopped
 
