@@ -215,7 +215,7 @@ class Router:
         """For /readyz and the router's record: whether a decode worker has ever been ready, and one of each model whose
         pools a ready router does not know, as in an upgrade; so routers that wait do not wait for each other. Later
         losses do not count: all routers see the same workers, and without any router clients would get no answer."""
-        self._had_workers = self._had_workers or (self.models.ready() and not self.models.awaited())
+        self._had_workers = self._had_workers or (self.models.ready() and not self.models.lacks_new_pools())
         return self._had_workers and not self._stopped
 
     async def stop(self, grace_s: float) -> None:
