@@ -294,8 +294,14 @@ class RayHost:
         return await self._living(processes)
 
     async def late_survivors(self) -> dict[str, WorkerProcess]:
-        silent, self._silent = self._silent, []
-        return await self._living(silent)
+        asked = len(self._silent)
+        found = await self._living(list(self._silent))  # those that are silent again are behind these now
+        del self._silent[:asked]
+        return found
+
+    @property
+    def silent(self) -> bool:
+        return bool(self._silent)
 
     async def _living(self, processes: Collection[RayWorkerProcess]) -> dict[str, WorkerProcess]:
         survivors: dict[str, WorkerProcess] = {}

@@ -3,7 +3,7 @@
     no supervisor                ─▶ start one: a detached actor on the head's node
     one with these settings      ─▶ follow it
     one with other settings      ─▶ replace it; the new one finds the workers, which keep the settings that they have
-    one of a former cluster      ─▶ retire it: another checkpoint of the model has a cluster of its own
+    one of a former cluster      ─▶ retire it: its model was removed, or has another checkpoint, hence another cluster
 
 Unlike `tandem up`, this process ends no worker: it may be killed and started again, with or without Ray's head, while
 streams run. Workers end with their Ray nodes. The settings have the initial sizes; later sizes in the registry, from

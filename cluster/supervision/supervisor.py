@@ -110,7 +110,7 @@ class Supervisor:
         leave = forever(self._leave_nodes, name="leave nodes")
         late = forever(self._find_late, name="late survivors")
         try:
-            while not self._stopping and (self._workers or not self._retired):
+            while not self._stopping and (self._workers or self._host.silent or not self._retired):
                 self._wake.clear()
                 retry_at = self._reconcile()
                 await within(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
@@ -230,7 +230,7 @@ class Supervisor:
                     once(self._end_second(process), name=f"second {worker_id}")
                 else:
                     self._watch(worker_id, process, found=True)
-                    self._wake.set()
+            self._wake.set()  # also where none was found: the last silent one may be dead
             await asyncio.sleep(LATE_ASKED_S)
 
     async def _end_second(self, process: WorkerProcess) -> None:

@@ -59,6 +59,10 @@ class Host(Protocol):
     async def late_survivors(self) -> dict[str, WorkerProcess]:
         """Those of them that have said only now which workers they are. May take long."""
 
+    @property
+    def silent(self) -> bool:
+        """Whether there may be survivors that have not said which workers they are."""
+
 
 class Kind(StrEnum):
     STARTING = "starting"

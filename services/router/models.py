@@ -119,16 +119,16 @@ class Models:
         """Whether a request could be served now."""
         return any(model.served.ready() for model in self._models)
 
-    def awaited(self) -> list[Model]:
-        """The models that have no decode worker here, but may have some at another router: a ready one that serves
-        other models with this one has no record in this model's pools, as in an upgrade that gives it other pools."""
+    def lacks_new_pools(self) -> bool:
+        """Whether a model has no decode worker here, but may have some at another router: a ready one that serves other
+        models with this one has no record in this model's pools, as in an upgrade that gives it other pools."""
         of_each = [
             {one.worker_id for one in model.pools.view.of_role("router") if one.state is State.READY}
             for model in self._models
         ]
         known = set[str]().union(*of_each)
         there = zip(self._models, of_each, strict=True)
-        return [model for model, routers in there if routers != known and not model.served.ready()]
+        return any(routers != known and not model.served.ready() for model, routers in there)
 
 
 def _unknown(name: str, names: Sequence[str]) -> TandemError:

@@ -212,10 +212,10 @@ class Router:
         await asyncio.shield(self._ended)
 
     def _ready(self) -> bool:
-        """For /readyz: whether a decode worker has ever been ready, and for each model that only former routers can
-        serve, one of its new pools. Later losses do not count: all routers see the same workers, and without any router
-        clients would get no answer at all."""
-        self._had_workers = self._had_workers or (self.models.ready() and not self.models.awaited())
+        """For /readyz and the router's record: whether a decode worker has ever been ready, and one of each model whose
+        pools a ready router does not know, as in an upgrade; so routers that wait do not wait for each other. Later
+        losses do not count: all routers see the same workers, and without any router clients would get no answer."""
+        self._had_workers = self._had_workers or (self.models.ready() and not self.models.lacks_new_pools())
         return self._had_workers and not self._stopped
 
     async def stop(self, grace_s: float) -> None:
@@ -247,8 +247,10 @@ class Router:
     def _describe(self, model: Model) -> WorkerRecord:
         """This router's record in the registry of a model, with its present load of it."""
         scheduler = model.pools.scheduler
+        waits = self._record.state is State.READY and not self._ready()
         return replace(
             self._record,
+            state=State.STARTING if waits else self._record.state,
             model=model.pools.settings.model,
             running=model.generation.running,
             waiting=scheduler.waiting(),

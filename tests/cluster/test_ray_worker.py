@@ -200,8 +200,14 @@ async def test_a_silent_survivor_is_found_once_it_says_what_it_is(monkeypatch: p
     host = Survivors(monkeypatch, decode_0=silent)
     assert await host.found() == {}
     assert await host.late_survivors() == {}
+    assert host.silent
+    asked = asyncio.create_task(host.late_survivors())
+    await asyncio.sleep(0)
+    assert host.silent  # also while it is asked
+    assert await asked == {}
     silent.serves_as.answers.append("prefill-1")
     found = await host.late_survivors()
+    assert not host.silent
     assert {worker_id: process._actor for worker_id, process in found.items()} == {"prefill-1": silent}  # type: ignore[attr-defined]
     assert await host.late_survivors() == {}
     assert host.killed == []

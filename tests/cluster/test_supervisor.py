@@ -83,6 +83,7 @@ class FakeHost:
         self._refuse = refuse
         self._survivors = survivors
         self.late: dict[str, WorkerProcess] = {}  # survivors that say only later what they are
+        self.mute = False  # whether one says nothing yet
         self.nodes: dict[str, str] = {}  # where a worker will be
         self.ending: set[str] | None = set()  # None: unknown
 
@@ -115,6 +116,10 @@ class FakeHost:
     async def late_survivors(self) -> dict[str, WorkerProcess]:
         late, self.late = self.late, {}
         return late
+
+    @property
+    def silent(self) -> bool:
+        return self.mute or bool(self.late)
 
 
 class SlowHost(FakeHost):
@@ -428,6 +433,32 @@ async def test_a_retired_supervisor_starts_no_worker_and_ends_with_the_last(
         await running
     assert last.graces == [7.0]
     assert host.processes == {"decode-0": last}
+
+
+async def test_a_retired_supervisor_waits_for_survivors_that_do_not_say_what_they_are(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may serve, and nobody else drains them. It ends when there are none: the last was found and has ended, or
+    is dead."""
+    monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.01)
+    monkeypatch.setattr("cluster.supervision.supervisor.LATE_ASKED_S", 0.01)
+    host, silent = FakeHost(), FakeWorkerProcess(refuse=False)
+    host.mute, silent.node, host.ending = True, "pod", {"pod"}
+    supervisor = Supervisor(host, registry, grace_s=7.0)
+    supervisor.retire()
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    host.late, host.mute = {"decode-0": silent}, False
+    async with asyncio.timeout(SOON_S):
+        await running
+    assert silent.graces == [7.0]
+    host.mute, host.ending = True, set()
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0.1)
+    host.mute = False
+    async with asyncio.timeout(SOON_S):
+        await running
 
 
 async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:

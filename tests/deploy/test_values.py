@@ -172,21 +172,25 @@ def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestra
             "models": [{"name": "a", "settings": {"model": "m"}, "pools": {"decode": {"hostNetwork": True}}}],
         },
         {"orchestrator": "ray", "ray": {"head": {"hostNetwork": True}}},
+        {"orchestrator": "ray", "router": {"hostNetwork": True}},
     ],
-    ids=["prefill", "router", "of-a-model", "head"],
+    ids=["prefill", "router", "of-a-model", "head", "router-of-ray"],
 )
 def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values) -> None:
-    """To a NetworkPolicy they are their nodes, so those must be named. Without such pods no address is a peer."""
+    """To a NetworkPolicy they are their nodes, so those must be named. Nodes that have a router alone reach the port of
+    requests and Valkey, as routers do. Without such pods no address is a peer."""
     values = hosted if "models" in hosted else {"settings": {"model": "m"}, **hosted}
     with pytest.raises(HelmError, match=r"networkPolicy\.nodes"):
         render(values)
     render(merged(values, {"networkPolicy": {"enabled": False}}))
     nodes = {"ipBlock": {"cidr": "10.0.0.0/8"}}
     documents = render(merged(values, NODES))
-    for component in ("valkey", "prefill", "decode", *(["head"] if "ray" in hosted else [])):
+    for component in ("valkey", "prefill", "decode", *(["head"] if "orchestrator" in hosted else [])):
         rules = named(documents, "NetworkPolicy", f"-{component}")["spec"]["ingress"]
         open_to = [rule.get("ports") for rule in rules if nodes in rule.get("from", [])]
-        assert open_to == {"valkey": [[{"port": "redis"}]], "head": [None]}.get(component, [[{"port": "grpc"}], None])
+        inside = [] if "router" in hosted else [None]  # all ports
+        expected = {"valkey": [[{"port": "redis"}]], "head": inside}.get(component, [[{"port": "grpc"}], *inside])
+        assert open_to == expected
     assert "ipBlock" not in json.dumps(render({"settings": {"model": "m"}}))
 
 

@@ -8,14 +8,18 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.state import adapter_list
+from cluster.state.registry import State, WorkerRecord
 from loadtest.harness.random_checkpoints import make_adapter
 from services import launch, runtime_adapters
+from services.router.frontend import adapter_control
 from services.runtime_adapters import RuntimeAdapters
 from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest, NotFound, ResumeFailed, TandemError, Unavailable
@@ -457,6 +461,24 @@ async def test_others_have_it_and_a_later_worker_too(
             with pytest.raises(NotFound):
                 await cluster.client.generate(prompt, adapter="red", max_tokens=2)
         await other.stop(0.0)
+
+
+async def test_a_router_that_is_not_ready_has_the_list_too() -> None:
+    """It takes requests already, so a load waits until it has the list, unlike a worker that starts."""
+    router = WorkerRecord("router-1", "router", State.STARTING, 1, "a", "h:1")
+    starting = WorkerRecord("decode-1", "decode", State.STARTING, 1, "b", "h:2")
+
+    class View:
+        seen = 0
+
+        async def updates(self) -> AsyncIterator[dict[str, WorkerRecord]]:
+            for self.seen in (1, 2, 3):
+                known = replace(router, adapters_version=self.seen)
+                yield {"router-1": known, "decode-1": starting}
+
+    view: Any = View()
+    await adapter_control._seen_by_all(view, 2)
+    assert view.seen == 2
 
 
 async def test_a_later_worker_without_the_folder_serves_the_rest(

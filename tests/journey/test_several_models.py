@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from cluster.state.registry import State
 from loadtest.harness.random_checkpoints import make_adapter, make_checkpoint
 from services import launch
 from tandem import model_settings
@@ -201,7 +202,7 @@ async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_route
     inside: Any, models: dict[str, Path]
 ) -> None:
     """An upgrade of one model gives it other pools, which are empty at first. Nothing else makes a router wait for a
-    model without workers: neither routers with the same pools, nor that it is alone."""
+    model without workers: neither routers with the same pools, nor routers that wait, nor that it is alone."""
 
     async def start(settings: Settings, worker_id: str) -> Any:
         return await launch.start("router", settings, worker_id)
@@ -210,6 +211,7 @@ async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_route
         upgraded = cluster.settings.model_copy(update={"models": of(models, two={"cluster": "two-b"})})
         router = await start(upgraded, "router-1")
         await until(router.models.ready)
+        await until(lambda: router.models.first.pools.view.workers["router-0"].state is State.READY)
         assert not router._ready()
         of_two = model_settings.settings_of_models(upgraded)["two"]
         worker: Any = await launch.start("decode", of_two, "two/decode-1")
@@ -225,6 +227,11 @@ async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_route
         alone = await start(upgraded, "router-3")
         await until(alone._ready)
         await alone.stop(0.0)
+        both = [await start(cluster.settings, "router-4"), await start(upgraded, "router-5")]
+        await until(lambda: all({"router-4", "router-5"} <= one.models.first.pools.view.workers.keys() for one in both))
+        await until(lambda: any(one._ready() for one in both))
+        for one in both:
+            await one.stop(0.0)
 
 
 async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, models: dict[str, Path]) -> None:

@@ -3,7 +3,7 @@
 load     every ready worker reads the folder ─▶ all found one fingerprint ─▶ the registry's list ─▶ all processes follow
 unload   the registry's list ─▶ all routers refuse the name ─▶ the requests that were admitted end ─▶ the slots are free
 
-Both return when every router and worker that is ready has the new list, so the next request may go to any of them.
+Both return when every router and every ready worker has the new list, so the next request may go to any of them.
 """
 
 from __future__ import annotations
@@ -127,13 +127,18 @@ class AdapterControl:
 
 
 async def _seen_by_all(view: WorkerLiveness, version: int) -> None:
-    """Waits until every ready process has read this version of the list, at most SEEN_TIMEOUT_S."""
+    """Waits until every ready worker and every router that does not drain has read this version of the list, at most
+    SEEN_TIMEOUT_S."""
     behind: list[str] = []
     try:
         async with asyncio.timeout(SEEN_TIMEOUT_S):
             async for workers in view.updates():
-                ready = [record for record in workers.values() if record.state is State.READY]
-                behind = [record.worker_id for record in ready if record.adapters_version < version]
+                behind = [
+                    record.worker_id
+                    for record in workers.values()
+                    if record.state is State.READY or (record.role == "router" and record.state is State.STARTING)
+                    if record.adapters_version < version
+                ]
                 if not behind:
                     return
     except TimeoutError:
