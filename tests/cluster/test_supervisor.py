@@ -438,8 +438,8 @@ async def test_a_retired_supervisor_starts_no_worker_and_ends_with_the_last(
 async def test_a_retired_supervisor_waits_for_survivors_that_do_not_say_what_they_are(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may serve, and nobody else drains them. It ends when there are none: the last was found and has ended, or
-    is dead."""
+    """Silent workers may serve, and only this supervisor drains them. It ends when the last one has been found and has
+    ended, or is dead."""
     monkeypatch.setattr("cluster.supervision.supervisor.NODES_LOOKED_AT_S", 0.01)
     monkeypatch.setattr("cluster.supervision.supervisor.LATE_ASKED_S", 0.01)
     host, silent = FakeHost(), FakeWorkerProcess(refuse=False)

@@ -232,7 +232,7 @@ def test_a_report_says_what_it_said_when_it_is_read_again_and_needs_nobody_else(
 
 
 def test_a_round_in_which_a_side_kept_nothing_counts_in_the_ratio() -> None:
-    """Or whoever fails now and then would look better than who keeps less each time."""
+    """Otherwise a server that fails in some rounds would look better than one that keeps a lower rate in each."""
     one, two = side("one"), side("two")
     one.bests, two.bests = [2.0, 2.0], [0.0, 3.0]
     for outcome in two.loads[0].outcomes:

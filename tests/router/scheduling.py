@@ -24,7 +24,7 @@ RECORD = WorkerRecord(
     blocks_total=100,
     beat=1.0,
 )
-SILENT: Any = None  # the view is filled by hand; nobody asks a registry
+SILENT: Any = None  # the registry of a view that is filled by hand
 
 
 def seen(*records: WorkerRecord) -> WorkerLiveness:

@@ -332,8 +332,8 @@ def test_lines_that_share_a_worker_have_it_in_turn() -> None:
 
 
 def test_a_line_is_in_the_order_of_the_fair_queue() -> None:
-    """Whoever is served from a line is charged as from the queue, so that one tenant's long prompts do not wait behind
-    all of another's, nor urgent ones behind others, nor begun ones behind those."""
+    """A tenant is charged for what is placed from a line, so that its long prompts do not wait behind all of another
+    tenant's. Requests whose answer has begun come first, then urgent ones."""
     lines = Lines()
     greedy = [lines.add(3000, tenant="greedy") for _ in range(3)]
     polite = [lines.add(3000, tenant="polite") for _ in range(2)]
@@ -371,12 +371,48 @@ def test_a_tenant_that_gets_tokens_back_may_come_first_in_a_line() -> None:
     lines = Lines()
     lines.queue.charge("a", 10)
     first, second = lines.add(3000, tenant="a"), lines.add(3000, tenant="b")
-    lines.queue._charged.update({"a": 10, "b": 20})
-    lines.constrained.look_again("b")
+    lines.queue.charge("b", 10)
     assert lines.constrained.firsts() == [first]
-    lines.queue.give_back("b", 15)
-    lines.constrained.look_again("b")
+    lines.constrained.give_back("b", 15)
     assert lines.constrained.firsts() == [second]
+
+
+def test_all_of_a_line_that_can_begin_do() -> None:
+    """One after another, while another line waits."""
+    lines = Lines()
+    blocked, one, two = lines.add(1500), lines.add(3000), lines.add(3000)
+    begun = []
+
+    def begins(first: WaitingRequest) -> bool:
+        if first is blocked:
+            return False
+        begun.append(first)
+        return lines.constrained.place(first)
+
+    lines.constrained.try_each(begins)
+    assert (begun, len(lines.constrained)) == ([one, two], 1)
+
+
+async def test_the_expected_wait_counts_the_line_that_a_request_would_join() -> None:
+    """3,000 tokens at 1,000 a second are before it. The control: alone, its first token would come in time, so it
+    waits."""
+    records = [RECORD, replace(LONG, max_running=1, running=1, prompt_rate=1000.0)]
+    scheduler = RequestScheduler(seen(*records), 60.0, RoutingConfig())
+
+    async def long(**about: Any) -> None:
+        async with scheduler.placed(3000, 3010, 60.0, **about):
+            pytest.fail("the worker is full")
+
+    for about in ({}, {"ttft_s": 5.0}):
+        waiting = asyncio.create_task(long(**about))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert scheduler.waiting() == 1
+        if not about:
+            with pytest.raises(Busy) as refused:
+                await long(ttft_s=5.0)
+            assert refused.value.reason == "OVERLOADED"  # at once, not after a wait
+        await end(waiting)
 
 
 def test_a_request_that_every_worker_in_use_can_take_is_not_constrained() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from types import SimpleNamespace
@@ -126,6 +126,15 @@ async def test_requests_for_an_adapter_that_cannot_be_loaded_take_one_slot(monke
     assert loads == ["red", "blue", "blue"]
 
 
+def reading_slots(monkeypatch: pytest.MonkeyPatch, read_again: Callable[[Any], None]) -> AdapterSlots:
+    """Slots that read files as in a worker, by `read_again`."""
+    monkeypatch.setattr(lora_loader, "read_again", read_again)
+    load = AdapterSlots._load
+    slots = slots_of(monkeypatch, timeout_s=60.0)
+    monkeypatch.setattr(AdapterSlots, "_load", load)
+    return slots
+
+
 async def test_an_adapter_whose_file_cannot_be_read_holds_up_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of KV are computed on asyncio's own threads. A file system that hangs holds none of them."""
     reading, over = threading.Event(), threading.Event()
@@ -135,10 +144,7 @@ async def test_an_adapter_whose_file_cannot_be_read_holds_up_no_transfer(monkeyp
         over.wait(SOON_S)
         raise CheckpointRefused("it was not there")
 
-    monkeypatch.setattr(lora_loader, "read_again", read_again)
-    load = AdapterSlots._load
-    slots = slots_of(monkeypatch, timeout_s=60.0)
-    monkeypatch.setattr(AdapterSlots, "_load", load)
+    slots = reading_slots(monkeypatch, read_again)
     with ThreadPoolExecutor(1) as threads:
         asyncio.get_running_loop().set_default_executor(threads)
         async with AsyncExitStack() as held:
@@ -162,10 +168,7 @@ async def test_adapters_whose_files_cannot_be_read_hold_up_no_other_adapter(monk
             over.wait(SOON_S)
         raise CheckpointRefused("it was not there")
 
-    monkeypatch.setattr(lora_loader, "read_again", read_again)
-    load = AdapterSlots._load
-    slots = slots_of(monkeypatch, timeout_s=60.0)
-    monkeypatch.setattr(AdapterSlots, "_load", load)
+    slots = reading_slots(monkeypatch, read_again)
     READING.submit(over.wait, SOON_S)  # as `prepare` does
     async with AsyncExitStack() as held:
         asking = asyncio.create_task(held.enter_async_context(slots.held("red")))

@@ -71,8 +71,9 @@ class ConstrainedQueue:
             del self._lines[name]
         return True
 
-    def look_again(self, tenant: str) -> None:
-        """See FairQueue.look_again."""
+    def give_back(self, tenant: str, tokens: float) -> None:
+        """FairQueue.give_back, in the queue and in all lines."""
+        self._queue.give_back(tenant, tokens)
         for line in self._lines.values():
             line.look_again(tenant)
 
@@ -93,8 +94,10 @@ class ConstrainedQueue:
         return sorted((first for first in firsts if first), key=self._queue.order)
 
     def reserved(self, waiting: WaitingRequest) -> Callable[[WorkerSnapshot], bool] | None:
-        """Whether a worker is kept from this request, for the first of a line that comes before it. None: no worker
-        is."""
+        """Tells whether a worker is kept from this request, for the first request of a line that comes before it. None:
+        no worker is."""
+        if not self._lines:
+            return None
         turn = self._queue.order(waiting)
         before = [first for first in self.firsts() if first is not waiting and self._queue.order(first) < turn]
         return (lambda worker: any(first.suits(worker) for first in before)) if before else None

@@ -169,7 +169,7 @@ class FairQueue(Generic[W]):
             tops = (self._top(self._classes[urgency])[0] for urgency in self._urgencies[:MAX_SAMPLED])
             self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), min(tops, default=self._latest))
         request.number = next(self._arrivals)
-        urgency = urgency_of(request)
+        urgency = _urgency(request)
         if urgency not in self._classes:
             self._classes[urgency] = UrgencyClass()
             insort(self._urgencies, urgency)
@@ -183,7 +183,7 @@ class FairQueue(Generic[W]):
 
     def remove(self, request: W) -> None:
         """Removes a request whose wait has ended. Idempotent."""
-        urgency = urgency_of(request)
+        urgency = _urgency(request)
         group = self._classes.get(urgency)
         line = group.lines.get(request.tenant) if group else None
         if group is None or line is None or request not in line:
@@ -226,7 +226,7 @@ class FairQueue(Generic[W]):
 
     def order(self, request: W) -> tuple[bool, int, float, int]:
         """Of two requests in queues with the same tenants, the one with the smaller order comes first."""
-        return *urgency_of(request), self._charged.get(request.tenant, 0.0), request.number
+        return *_urgency(request), self._charged.get(request.tenant, 0.0), request.number
 
     def first(self) -> W | None:
         if not self._urgencies:
@@ -238,7 +238,7 @@ class FairQueue(Generic[W]):
         """The number of requests before a waiting one, and their tokens, if no other request arrives. An estimate:
         it counts the more urgent requests, those of the same tenant that are not longer, and of each other tenant as
         many as it would get until its counter exceeds this tenant's; of many tenants it takes a sample."""
-        urgency, count, tokens = urgency_of(request), 0, 0
+        urgency, count, tokens = _urgency(request), 0, 0
         for other in self._urgencies[: bisect_left(self._urgencies, urgency)]:
             count += self._classes[other].count
             tokens += self._classes[other].tokens
@@ -300,5 +300,5 @@ class FairQueue(Generic[W]):
             heapreplace(group.heap, now)
 
 
-def urgency_of(request: Waiting) -> Urgency:
+def _urgency(request: Waiting) -> Urgency:
     return not request.begun, request.priority

@@ -372,8 +372,7 @@ class RequestScheduler:
         self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
         del self._placed[id(placement)]
         if waiting.refused:
-            self._queue.give_back(waiting.tenant, waiting.tokens)
-            self._constrained.look_again(waiting.tenant)
+            self._constrained.give_back(waiting.tenant, waiting.tokens)
             self.arrived -= waiting.computed
 
     def _catch_up(self) -> None:
