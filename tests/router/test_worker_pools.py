@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,6 +115,19 @@ def test_a_few_workers_decide_as_all_of_them_do(
     begun = data.draw(st.none() | st.builds(Begun, st.sampled_from(COMPUTES), st.sampled_from(ORDERS)))
     found = Looked(rules, decodes, prefills).place(*request, kv_holder, names, begun)
     assert found == place(having(decodes, names), having(prefills, names), *request, rules, kv_holder, begun=begun)
+
+
+@pytest.mark.parametrize("about", [{"layout_hash": "M"}, {"usable": False, "ready": False}])
+def test_a_worker_that_only_has_the_beginning_does_not_change_the_reason(about: dict[str, Any]) -> None:
+    """It cannot hand over, and those that can are too short for the prompt: the receipt says the second."""
+    decode = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 9, 999, 16, 4096)
+    short = replace(decode, worker_id="prefill-0", max_model_len=100)
+    holder = replace(decode, worker_id="prefill-1", **about)
+    rules = RoutingConfig()
+    found = Looked(rules, [decode], [short, holder]).place(640, 10, "", {"prefill-1": 64})
+    assert found == place([decode], having([short, holder], {"prefill-1": 64}), 640, 10, rules)
+    assert found
+    assert found.why_local == "no prefill worker takes a prompt of 640 tokens"
 
 
 @settings(max_examples=50)

@@ -50,6 +50,9 @@ class SortedWorkers:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._by_id
+
     def first_key(self) -> Key | None:
         return self._sorted()[0] if self._by_id else None
 
@@ -284,7 +287,7 @@ class PrefillPool:
         names = dict.fromkeys(islice(filter(takes, by_work), SHORTLIST_SIZE))
         names |= dict.fromkeys(islice(filter(takes, by_prompts), SHORTLIST_SIZE))
         names |= dict.fromkeys(filter(takes, self._usual_path(decode, latencies)))
-        names |= dict.fromkeys(name for name in holders if name in self.workers and takes(name))
+        names |= dict.fromkeys(name for name in holders if name in by_work and takes(name))
         if not names:
             names = dict.fromkeys(islice((name for name in by_work if name not in avoided), 1))
         return [self.workers[name].with_cached(cached(name)) for name in names]
