@@ -107,7 +107,10 @@ def takes_gpu(settings: Settings, nodes: Sequence[Node]) -> bool:
 def both_pools(node_id: str, nodes: Sequence[Node], placement: Placement) -> bool:
     """Whether a worker of either pool may run on this node."""
     pools = {placement.resource(role) for role in POOLS}
-    offered = {pool for pool in pools if any(node.offers.get(pool) for node in nodes)}
+    if placement.pools_only:  # the other pool's first node may come later
+        offered = pools
+    else:
+        offered = {pool for pool in pools if any(node.offers.get(pool) for node in nodes)}
     return any(node.node_id == node_id and offered <= node.offers.keys() for node in nodes)
 
 

@@ -62,6 +62,7 @@ class WorkerActor:
         self._launcher = launcher
         self._placement = placement
         self._gpus = assigned_gpus()
+        self._both_pools = False  # a worker of either may run on this node
         if placement.folder and Path(placement.folder).is_dir():  # on this host, too
             os.chdir(placement.folder)
         self._preparing: asyncio.Task[None] | None = None
@@ -89,7 +90,7 @@ class WorkerActor:
         finally:
             self._all_stages_sent = True
             self._new_stage.set()
-        can_switch = service.can_switch_role and both_pools(*where(), self._placement)
+        can_switch = service.can_switch_role and self._both_pools
         return Started(service.address, os.getpid(), service.incarnation, can_switch)
 
     async def switch_role(self, worker_id: str, grace_s: float) -> Started:
@@ -117,10 +118,12 @@ class WorkerActor:
         def report(line: str) -> None:  # on any thread
             loop.call_soon_threadsafe(self._add_stage, line)
 
-        return await launch(role_of(self._worker_id), self._settings_here(), self._worker_id, report, engine)
+        return await launch(role_of(self._worker_id), await self._settings_here(), self._worker_id, report, engine)
 
-    def _settings_here(self) -> Settings:
-        node_id, nodes = where()
+    async def _settings_here(self) -> Settings:
+        """Asks Ray's head, which a worker that serves never does: Ray blocks the thread until a lost head is back."""
+        node_id, nodes = await asyncio.to_thread(where)
+        self._both_pools = both_pools(node_id, nodes, self._placement)
         node = next(node for node in nodes if node.node_id == node_id)
         return here(role_of(self._worker_id), self._settings, node, nodes, self._placement, self._gpus)
 

@@ -58,6 +58,14 @@ def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None
         assert needs({"prefill"}, settings(), nodes, HOME).resources == {}  # the control
 
 
+def test_a_worker_does_not_change_to_a_pool_whose_first_node_is_yet_to_come() -> None:
+    """A pod of one pool that starts first is the only node that offers any. In the control, on nodes that stay, no node
+    offers the other pool because none needs to."""
+    nodes = [A, offering(B, prefill=1)]
+    assert not both_pools("b", nodes, Placement("", pools_only=True))
+    assert both_pools("b", nodes, HOME)
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_node_that_comes_on_demand_gives_its_gpus_unasked(device: str) -> None:
     """One pool may have GPUs and the other none, or they may be claims that Ray does not count: a worker that asked for
@@ -77,6 +85,7 @@ def test_a_worker_in_a_pod_for_either_pool_has_it_alone() -> None:
         for roles in ({"prefill"}, {"decode"}, {"prefill", "decode"}):
             assert needs(roles, settings(), some, either).resources == {"decode": 1, "prefill": 1}
     assert both_pools("b", nodes, Placement(""))
+    assert both_pools("b", nodes, either)
     assert not needs({"router"}, settings(), [A], either).resources
     assert needs({"decode"}, settings(), nodes, Placement("", pools_only=True)).resources == {"decode": 1}
 

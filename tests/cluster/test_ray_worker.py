@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,15 +20,18 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster import ray_actors, ray_nodes, ray_worker
 from cluster.placement import Placement
-from cluster.ray_actors import RayHost, SupervisorActor
+from cluster.ray_actors import RayHost, SupervisorActor, WorkerActor
 from cluster.ray_runtime import Runtime
 from cluster.ray_worker import RayWorkerProcess, as_tandem_error
+from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.registry import Registry
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_process import Kind, Started, WorkerProcess
 from tandem.errors import Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.tasks import end
+from tandem.telemetry import logs
+from tests.cluster.fake import LAUNCHER
 from tests.cluster.test_supervisor import SOON_S, FakeHost, Watch
 
 BROKEN = ActorUnavailableError("connection reset by peer", None)
@@ -344,12 +348,12 @@ class Waits:
 
 
 @pytest.fixture
-def started() -> Iterator[None]:
+def started() -> Iterator[Runtime]:
     with tempfile.TemporaryDirectory(prefix="tdm-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         runtime = Runtime(None, Path(directory))
         try:
             runtime.start()
-            yield
+            yield runtime
         finally:
             runtime.stop()
 
@@ -365,7 +369,7 @@ def cut(port: int) -> int:
     return found
 
 
-async def test_ray_knows_which_actors_have_begun(started: None) -> None:
+async def test_ray_knows_which_actors_have_begun(started: Runtime) -> None:
     """One that waits for a resource has not."""
     actor: Any = ray.remote(Waits)
     runs, waits = actor.options(num_cpus=0).remote(), actor.options(num_cpus=0, resources={"nowhere": 1}).remote()
@@ -374,7 +378,7 @@ async def test_ray_knows_which_actors_have_begun(started: None) -> None:
     assert not await ray_nodes.begun(waits)
 
 
-async def test_rays_own_connections_may_break(started: None) -> None:
+async def test_rays_own_connections_may_break(started: Runtime) -> None:
     """An actor to which the connection breaks is asked again, while its first wait() still waits; then it ends orderly,
     or dies, which Ray says at once."""
     for ends in ("end", "die"):
@@ -390,3 +394,31 @@ async def test_rays_own_connections_may_break(started: None) -> None:
         else:
             with pytest.raises(WorkerLost):
                 await asyncio.wait_for(waiting, SOON_S)
+
+
+async def test_a_worker_that_serves_does_not_wait_for_a_lost_head(
+    started: Runtime, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next supervisor asks it to start again. The control asks the head, which does not answer. A worker that
+    starts waits for the head, and its event loop goes on meanwhile: the watchdog ends a process whose loop stands."""
+    monkeypatch.setattr(ray_actors, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(logs, "configure", lambda settings, process: None)
+    settings = Settings(model="fake", redis=valkey.url)
+    serves, starts = (WorkerActor("decode-0", settings, LAUNCHER, Placement("")) for _ in range(2))
+    before = await serves.start("decode-0")
+    (head,) = [process for process in started.processes() if process.name() == "gcs_server"]
+    late = threading.Timer(SOON_S, head.resume)  # this loop may stand
+    late.start()
+    head.suspend()
+    try:
+        async with asyncio.timeout(SOON_S):
+            assert await serves.start("decode-0") == before
+            starting = asyncio.create_task(starts.start("decode-0"))
+            asked = asyncio.create_task(asyncio.to_thread(ray_nodes.where))
+            assert await asyncio.wait({starting, asked}, timeout=0.5) == (set(), {starting, asked})
+    finally:
+        late.cancel()
+        head.resume()
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(asked, starting)
+        await asyncio.gather(serves.stop(0), starts.stop(0))
