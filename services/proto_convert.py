@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 
-from engine.core.sequence import Finish, Logprob, LoraSlot, Sequence
+from engine.core.sequence import Logprob, LoraSlot, Sequence
 from kvtransfer.types import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
 from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
@@ -124,9 +124,3 @@ def ready_to(blocks: list[ReadyBlock], *, last: bool) -> prefill_pb2.Ready:
 
 def ready_from(message: prefill_pb2.Ready) -> list[ReadyBlock]:
     return [ReadyBlock(block.index, block.block, block.digest) for block in message.blocks]
-
-
-FINISH = {
-    Finish.STOP: common_pb2.FINISH_REASON_STOP,
-    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}

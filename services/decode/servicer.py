@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from engine.core.sequence import Finish, LoraSlot, Sequence
+from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
 from engine.runner.block_reader import block_reader
 from kvtransfer.backends.network_devices import why_slow
@@ -33,7 +33,7 @@ from services.decode.remote_prefill import PrefillResult, RemotePrefill
 from services.decode.request_cleanup import RequestCleanup
 from services.decode.stream_mux import StreamMuxes
 from services.grpc_server import Channels
-from services.proto_convert import FINISH, logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
+from services.proto_convert import logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
 from services.watchdog import Check
 from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
@@ -97,7 +97,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             else:
                 with alone or await self._gate.enter() as beginning:
                     result = await self._prefill_here(call, sequence, beginning)
-            finish = result.finish if result.finish is not None else await self._generate(call, sequence, result)
+            if result.finish is None:
+                await self._generate(call, sequence, result)
             if result.watch is not None:
                 before = len(request.token_ids) + int(request.HasField("prefill"))  # with the prefill worker's token
                 attributes = {
@@ -105,7 +106,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     "tandem.preemptions": sequence.preemptions,
                 }
                 call.span.part("generate", result.joined_at, monotonic() - result.joined_at, attributes)
-            await call.emit(_ended(sequence, finish, result.transfer))
+            await call.emit(_ended(sequence, result.transfer))
 
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
         """Checks the adapter's content against the one that the router means: the loaded adapter, or the one that
@@ -148,25 +149,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await asyncio.sleep(SENT_S)
         return PrefillResult(steps[-1].progress.finish, watch, joined_at)
 
-    async def _generate(self, call: DecodeCall, sequence: Sequence, result: PrefillResult) -> Finish:
+    async def _generate(self, call: DecodeCall, sequence: Sequence, result: PrefillResult) -> None:
         """Emits the tokens that the engine samples, to the end."""
-        report, finishes = result.transfer, list[Finish]()
+        report = result.transfer
 
         def on_progress(steps: list[StepOutput]) -> bool:
             nonlocal report
-            if (finish := steps[-1].progress.finish) is not None:
-                finishes.append(finish)
             if message := _tokens(sequence, steps):
                 result.begun()
                 if report:
                     message.tokens.transfer.CopyFrom(report)
                     report = None
                 call.emit_nowait(message)
-            return bool(finishes)
+            return steps[-1].progress.finish is not None
 
         assert result.watch is not None
         await result.watch.follow(on_progress)
-        return finishes[0]
 
     async def ProbePair(
         self, request: decode_pb2.ProbePairRequest, context: grpc.aio.ServicerContext
@@ -240,9 +238,8 @@ def _tokens(sequence: Sequence, steps: list[StepOutput]) -> decode_pb2.DecodeRes
     return decode_pb2.DecodeResponse(tokens=tokens)
 
 
-def _ended(sequence: Sequence, finish: Finish, report: common_pb2.TransferReport | None) -> decode_pb2.DecodeResponse:
+def _ended(sequence: Sequence, report: common_pb2.TransferReport | None) -> decode_pb2.DecodeResponse:
     ended = decode_pb2.Ended(
-        reason=FINISH[finish],
         transfer=report,
         preemptions=sequence.preemptions,
         drafted=sequence.drafted,

@@ -105,18 +105,16 @@ class FirstTokenTiming(_message.Message):
     def __init__(self, total_seconds: _Optional[float] = ..., admit_seconds: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("reason", "transfer", "preemptions", "drafted", "accepted")
-    REASON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("transfer", "preemptions", "drafted", "accepted")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    reason: _common_pb2.FinishReason
     transfer: _common_pb2.TransferReport
     preemptions: int
     drafted: int
     accepted: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class ProbePairRequest(_message.Message):
     __slots__ = ("prefill",)

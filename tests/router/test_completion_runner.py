@@ -204,7 +204,7 @@ def said(position: int, *ids: int, scores: int = 0) -> decode_pb2.DecodeResponse
     return decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(position=position, token_ids=ids, logprobs=logprobs))
 
 
-ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended(reason=common_pb2.FINISH_REASON_LENGTH))
+ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended())
 
 
 class Saying(Unreachable):

@@ -12,7 +12,7 @@ from services.router.execution import stream_mux
 from services.router.execution.stream_mux import Substream
 from services.router.routing.placement import WorkerSnapshot
 from tandem.errors import InternalError, WorkerLost
-from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 
 class Call:
@@ -40,7 +40,7 @@ def a_substream() -> Substream:
     return Substream("feed", 1, "decode-0")
 
 
-ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended(reason=common_pb2.FINISH_REASON_LENGTH))
+ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended())
 
 
 class Reader:
