@@ -28,7 +28,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine_config import EngineConfig
 from engine.core.progress import Progress
 from engine.core.scheduler import Chunk, Scheduler
-from engine.core.sequence import Finish, Sequence
+from engine.core.sequence import Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.grammars import Grammars
@@ -125,22 +125,17 @@ class Engine:
             raise Busy(f"needs {blocks} blocks, {self.scheduler.reservable} are available", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
-    def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
-        """Lets a reserved sequence run. With `first_token`, its blocks now hold the KV of all its tokens, followed by a
-        copy of its recurrent states."""
-        finish = None
+    def join(self, sequence: Sequence, first_token: int | None) -> None:
+        """Lets a reserved sequence run. With `first_token`, which does not end it, its blocks now hold the KV of all
+        its tokens, followed by a copy of its recurrent states."""
         if first_token is not None:
             sequence.num_computed = len(sequence.tokens)
             self._publish(sequence, sequence.cached)  # blocks that it reused are published, or were distrusted since
-            finish = sequence.append(first_token)
-        if finish is not None:
-            self.drop(sequence.id)
-            return finish
+            sequence.append(first_token)
         self.scheduler.add(sequence)
         if self.states and first_token is not None:
             self.states.load(sequence.id, self.pool.table(sequence.id))
             self.pool.shorten(sequence.id, self.states.blocks)
-        return None
 
     def drop(self, sequence_id: str) -> None:
         """Ends a sequence in any state and frees its blocks and slots. Ignores unknown ids, because their sequences

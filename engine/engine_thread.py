@@ -206,19 +206,14 @@ class EngineThread:
         return watch
 
     async def join(self, sequence: Sequence, first_token: int | None) -> SequenceStream:
-        """Lets a reserved sequence run and watches it; a first token that ends it appears as one Progress."""
+        """Lets a reserved sequence run and watches it."""
         watch = SequenceStream()
 
         def start() -> None:
             if sequence.id not in self.engine.sequences:
                 raise InternalError(f"{sequence.id} was dropped before it could run")
-            finish = self.engine.join(sequence, first_token)
-            if finish is None:
-                self._watches[sequence.id] = watch
-            else:
-                now = monotonic()
-                ended = [StepOutput(Progress(sequence, sequence.num_computed, None, finish), now, now)]
-                watch._loop.call_soon_threadsafe(watch._push, ended)
+            self.engine.join(sequence, first_token)
+            self._watches[sequence.id] = watch
 
         await self.call(start)
         return watch

@@ -150,9 +150,14 @@ class Sequence:
             max(self.num_computed, len(self.prompt_logprobs)), min(self.num_computed + count, self.prompt_len - 1)
         )
 
-    def append(self, token: int) -> Finish | None:
-        """Appends the sampled token; returns why it was the last, or None."""
-        self.tokens.append(token)
+    def ends_with(self, token: int) -> Finish | None:
+        """Why this token would be the last; None if others can follow it."""
         if token in self.stop_ids:
             return Finish.STOP
-        return Finish.LENGTH if len(self.tokens) >= self.max_len else None
+        return Finish.LENGTH if len(self.tokens) + 1 >= self.max_len else None
+
+    def append(self, token: int) -> Finish | None:
+        """Appends the sampled token; returns why it was the last, or None."""
+        finish = self.ends_with(token)
+        self.tokens.append(token)
+        return finish

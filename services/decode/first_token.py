@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.sequence import Finish, Sequence
+from engine.core.sequence import Sequence
 from tandem.errors import WorkerLost
 from tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -24,13 +24,6 @@ def _check_scores(scores: common_pb2.Logprobs, tokens: int, what: str) -> None:
         raise WorkerLost(
             f"it sent {len(scores.chosen)} {what} and {len(scores.top)} likeliest ones for {tokens} tokens"
         )
-
-
-def ends_at_once(sequence: Sequence, token: int) -> Finish | None:
-    """Why the sequence ends with its first token; None if it goes on. The token is appended when the sequence joins."""
-    if token in sequence.stop_ids:
-        return Finish.STOP
-    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.max_len else None
 
 
 def to_router(

@@ -82,7 +82,7 @@ class RemotePrefill:
                 try:
                     first = await stream.first_token()
                     await call.emit(first_token.to_router(first, sequence, call.started, reserved_at, stream.first_at))
-                    finish = first_token.ends_at_once(sequence, first.token_id)
+                    finish = sequence.ends_with(first.token_id)
                     if finish is not None:
                         return PrefillResult(finish)  # the KV is not needed; leaving ends the stream and the lease
                     result = await self._commit(call, sequence, stream, transfer, first.token_id)

@@ -52,12 +52,13 @@ def test_a_grammar_is_compiled_exactly_where_one_is_asked_for(compiled: bool) ->
 
 
 def test_it_ends_with_a_stop_token_or_at_its_limit() -> None:
-    """A stop token at the limit is a stop; until then it goes on."""
+    """A stop token at the limit is a stop; until then it goes on. What a token would do is known before it is there."""
     one = sequence(2, limit=5, stop_ids=frozenset({9}))
     assert [one.append(7), one.append(8)] == [None, None]
-    assert one.append(9) is Finish.STOP
+    assert [one.ends_with(8), one.ends_with(9), one.append(9)] == [Finish.LENGTH, Finish.STOP, Finish.STOP]
     two = sequence(2, limit=4)
-    assert [two.append(9), two.append(9)] == [None, Finish.LENGTH]
+    assert [two.ends_with(9), two.append(9)] == [None, None]
+    assert [two.ends_with(9), two.append(9)] == [Finish.LENGTH, Finish.LENGTH]
     assert two.tokens == [0, 1, 9, 9]
 
 
