@@ -19,6 +19,7 @@ from services.router.routing.placement import PathLatency, RoutingConfig, Worker
 from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
 from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
+from tests.support.policy import place
 
 TICK_S = 0.05
 TOKENS, RATE = 400, 1000.0  # a prompt takes 0.4 s, so that both workers together can do five in a second
@@ -187,7 +188,7 @@ def test_computing_again_what_is_cached_elsewhere_may_take_longer_than_to_wait()
     decode = replace(idle, worker_id="decode-0")
     for tokens, expected in ((4000, "prefill-0"), (700, "prefill-1")):
         some = [one if tokens == 4000 else replace(one, cached=100), idle]
-        found = worker_selector.place([decode], some, tokens, 0, RoutingConfig("never"))
+        found = place([decode], some, tokens, 0, RoutingConfig("never"))
         assert found
         assert found.prefill
         assert found.prefill.worker_id == expected

@@ -19,7 +19,8 @@ from services.router.routing.local_or_remote import (
 )
 from services.router.routing.placement import Estimate, Local, PathLatency, Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.worker_pools import DecodePool, PrefillPool, expected_wait
-from services.router.routing.worker_selector import place, starts_late
+from services.router.routing.worker_selector import starts_late
+from tests.support.policy import place
 
 RULES = RoutingConfig("measured", decode_slowdown_limit=3.0)
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from services.router.routing.path_latency import PathLatencySnapshot, PathLatencyTracker, _Estimate
 from services.router.routing.placement import Begun, Local, PathLatency, Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.worker_pools import SHORTLIST_SIZE, DecodePool, PrefillPool
-from services.router.routing.worker_selector import choose_decode, choose_prefill, place, queued_seconds
+from services.router.routing.worker_selector import choose_decode, choose_prefill, queued_seconds
+from tests.support.policy import place
 
 WORKER = WorkerSnapshot(
     *("", "a", "h:1", "L"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
-from services.router.routing.worker_selector import place
+from tests.support.policy import place
 
 SUMS = ("tile32", "pairs")
 IDLE = WorkerSnapshot(

@@ -1,6 +1,6 @@
 """The workers of each pool, sorted by load, so that a placement examines only a few of them. Pure.
 
-The policy is defined over all workers (services.router.routing.worker_selector.place). Over the workers that
+The policy is defined over all workers (services.router.routing.worker_selector). Over the workers that
 `shortlist` returns it decides the same, with these exceptions, each of which costs time and never correctness:
 
 - if more than SHORTLIST_SIZE workers have cached the beginning of a prompt, only that many are considered besides

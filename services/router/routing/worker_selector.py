@@ -1,5 +1,6 @@
 """Chooses the workers of a request: its decode worker, then its prefill worker. Pure functions over snapshots: no
-clock, no sockets.
+clock, no sockets. They define the policy over all workers; the router runs them over the few workers of each pool that
+worker_pools.py shortlists.
 
 The decode worker is chosen first; it must have room now, or nothing starts. Then the prefill worker that can hand over
 to it and would start the prompt soonest. Then local_or_remote.py decides which of the two computes the prompt.
@@ -32,38 +33,6 @@ BUFFERED_PROMPTS, BUFFERED_S = 2, 0.5
 LONG_PATH_RATIO = 2.0
 
 
-def place(
-    decodes: Sequence[WorkerSnapshot],
-    prefills: Sequence[WorkerSnapshot],
-    tokens: int,
-    ahead: int,
-    config: RoutingConfig,
-    kv_holder: str = "",
-    queued_behind: float = 0.0,
-    latencies: PathLatencies = MappingProxyType({}),
-    begun: Begun | None = None,
-) -> Placement | None:
-    """The best placement of a request of `tokens` tokens with `ahead` more to reserve; None: no room now.
-
-    It is the least loaded decode worker with room, by the share of its slots in use, then by free blocks; or another
-    one that has cached more of the prompt and would compute the rest at clearly lower cost. Of the prefill workers with
-    the same KV layout, it is the one that would start soonest; uncached tokens and a clearly longer path count as
-    waiting. Equal workers alternate.
-
-    `kv_holder` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room
-    for the new tokens, nothing moves. `queued_behind` is the number of prompts that wait at the router behind this one,
-    for each prefill worker. `begun`: only a worker that computes the same remaining tokens continues a request that has
-    begun, preferably one with the same bits.
-
-    This is the definition, over all workers. The router runs its two halves over the few workers of each pool that
-    services.router.routing.worker_pools shortlists.
-    """
-    decode = choose_decode(decodes, tokens, ahead, config, kv_holder, latencies, begun)
-    if decode is None:
-        return None
-    return choose_prefill(decode, prefills, tokens, config, kv_holder, queued_behind, latencies, begun)
-
-
 def choose_decode(
     decodes: Sequence[WorkerSnapshot],
     tokens: int,
@@ -73,7 +42,15 @@ def choose_decode(
     latencies: PathLatencies = MappingProxyType({}),
     begun: Begun | None = None,
 ) -> WorkerSnapshot | None:
-    """The first half of `place`."""
+    """The best decode worker for a request of `tokens` tokens with `ahead` more to reserve; None: no room now.
+
+    It is the least loaded one with room, by the share of its slots in use, then by free blocks; or another one that has
+    cached more of the prompt and would compute the rest at clearly lower cost. Equal workers alternate.
+
+    `kv_holder` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room
+    for the new tokens, nothing moves. `begun`: only a worker that computes the same remaining tokens continues a
+    request that has begun, preferably one with the same bits.
+    """
     with_room = [
         worker for worker in decodes if worker.continues(begun) and has_room(worker, tokens, ahead, config, kv_holder)
     ]
@@ -95,8 +72,11 @@ def choose_prefill(
     latencies: PathLatencies = MappingProxyType({}),
     begun: Begun | None = None,
 ) -> Placement:
-    """The second half of `place`: which worker computes the prompt for this decode worker. A request that has begun is
-    recomputed only with the same KV type, because another type would round."""
+    """Which worker computes the prompt for this decode worker: of the prefill workers with the same KV layout, the one
+    that would start soonest, or the decode worker itself. Uncached tokens and a clearly longer path count as waiting.
+    Equal workers alternate. A request that has begun is recomputed only with the same KV type, because another type
+    would round. `queued_behind` is the number of prompts that wait at the router behind this one, for each prefill
+    worker."""
     if decode.worker_id == kv_holder:
         return Placement(decode, None, "the KV of the prompt is there already")
     compatible = [
