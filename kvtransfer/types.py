@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import xxhash
 
-from tandem.errors import IncompatibleLayout, InvalidRequest
+from tandem.errors import IncompatibleLayout
 
 # Blocks in the region with their contexts -> their digests; the function with which Sender and Receiver digest blocks.
 DigestBlocks = Callable[[Sequence[tuple[int, bytes]]], Sequence[bytes]]
@@ -22,29 +23,17 @@ ReadBlocks = Callable[[Sequence[int]], Sequence[memoryview | bytes]]
 
 @dataclass(frozen=True)
 class Region:
-    """One worker's pages as memory. `memory` is "dram" or "vram"; `device` counts only for "vram"."""
+    """One worker's pages as memory. `device` counts only for "vram"."""
 
     address: int
     num_blocks: int
     block_bytes: int
     device: int = 0
-    memory: str = "dram"
+    memory: Literal["dram", "vram"] = "dram"
     # An unused block, the target of warm-up reads; in device memory the link cannot be detected without one.
     spare_block: int | None = None
     # The owner of the memory (a tensor, an array): it must live as long as a peer may read from here.
     keepalive: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.address <= 0 or self.num_blocks <= 0 or self.block_bytes <= 0:
-            raise InvalidRequest(
-                f"a region needs an address, blocks and a block size, not {self.address}, {self.num_blocks} and "
-                f"{self.block_bytes}",
-                field="region",
-            )
-        if self.spare_block is not None and not 0 <= self.spare_block < self.num_blocks:
-            raise InvalidRequest(f"no block {self.spare_block}", field="spare_block", bound=f"< {self.num_blocks}")
-        if self.memory not in ("dram", "vram"):
-            raise InvalidRequest(f"memory is {self.memory!r}", field="memory", bound='"dram" or "vram"')
 
     @property
     def nbytes(self) -> int:

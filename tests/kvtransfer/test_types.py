@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvtransfer.types import Peer, Region, check_compatible, digest
-from tandem.errors import IncompatibleLayout, InvalidRequest
+from tandem.errors import IncompatibleLayout
 
 REGION = Region(address=4096, num_blocks=2, block_bytes=8)
 PEER = Peer("prefill-0", "life", "prefill-0@life", b"secret", "layout", 4096, 2, 8, 0, "dram", "nixl")
-
-
-@pytest.mark.parametrize("name", ["address", "num_blocks", "block_bytes"])
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_region_without_an_address_or_blocks_is_refused(name: str, number: int) -> None:
-    """A region without an address, without blocks, or with empty blocks is refused."""
-    with pytest.raises(InvalidRequest) as failed:
-        replace(REGION, **{name: number})
-    assert failed.value.field == "region"
-
-
-def test_the_smallest_region_is_one_block_of_one_byte() -> None:
-    """Control: the regions above are not refused for another reason."""
-    assert Region(address=1, num_blocks=1, block_bytes=1, spare_block=0).nbytes == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"spare_block": -1}, "spare_block"), ({"spare_block": 2}, "spare_block"), ({"memory": "disk"}, "memory")],
-)
-def test_a_spare_block_is_one_of_the_region(change: dict[str, Any], field: str) -> None:
-    """A spare block must be in the region, and memory is one of two kinds."""
-    assert replace(REGION, spare_block=1).spare_block == 1
-    with pytest.raises(InvalidRequest) as failed:
-        replace(REGION, **change)
-    assert failed.value.field == field
 
 
 def test_regions_are_the_same_whatever_keeps_their_memory_alive() -> None:
