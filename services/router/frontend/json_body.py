@@ -82,6 +82,14 @@ def clean(text: str, where: str) -> str:
     return text
 
 
+def text_of(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """The string `name` of the JSON object at `where`. Raises InvalidRequest, also for lone surrogates."""
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise out_of_bounds(f"{where}.{name}", "absent or not a string", "a string")
+    return clean(value, f"{where}.{name}")
+
+
 def is_utf8(text: str) -> bool:
     """Whether the text has no lone surrogate."""
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.router.frontend.json_body import clean, encode
+from services.router.frontend.json_body import encode, text_of
 from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.preprocess.json_limits import out_of_bounds
 from tandem.errors import InvalidRequest
@@ -50,7 +50,7 @@ class Turns:
         for block, place in _blocks(content, where):
             match block.get("type"):
                 case "text":
-                    said.append(_string(block, "text", place))
+                    said.append(text_of(block, "text", place))
                 case "tool_result":
                     self._answered = True
                     self._messages.append(self._tool_result(block, place))
@@ -67,9 +67,9 @@ class Turns:
         for block, place in _blocks(content, where):
             match block.get("type"):
                 case "text":
-                    turn.content.append(_string(block, "text", place))
+                    turn.content.append(text_of(block, "text", place))
                 case "thinking":
-                    turn.reasoning.append(_string(block, "thinking", place))
+                    turn.reasoning.append(text_of(block, "thinking", place))
                 case "tool_use":
                     turn.calls.append(call := _call(block, place))
                     self._tools[call["id"]] = call["function"]["name"]
@@ -90,7 +90,7 @@ class Turns:
         return [*system, *self._messages], prefilled
 
     def _tool_result(self, block: dict[str, Any], where: str) -> generation_pb2.ChatMessage:
-        call = _string(block, "tool_use_id", where)
+        call = text_of(block, "tool_use_id", where)
         text = _joined(_result_texts(block.get("content"), f"{where}.content"))
         message = _message("tool", f"Error: {text}" if block.get("is_error") is True else text)
         message.tool_call_id, message.name = call, self._tools.get(call, "")
@@ -144,8 +144,8 @@ def referenced_tools(messages: list[Any]) -> set[str]:
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments := block.get("input"), dict):
         raise out_of_bounds(f"{where}.input", f"a {type(arguments).__name__}", "an object")
-    function = {"name": _string(block, "name", where), "arguments": arguments}
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": text_of(block, "name", where), "arguments": arguments}
+    return {"id": text_of(block, "id", where), "type": "function", "function": function}
 
 
 def _result_texts(content: Any, where: str) -> list[str]:
@@ -155,9 +155,9 @@ def _result_texts(content: Any, where: str) -> list[str]:
     for block, place in _blocks([] if content is None else content, where):
         match block.get("type"):
             case "text":
-                texts.append(_string(block, "text", place))
+                texts.append(text_of(block, "text", place))
             case "tool_reference":
-                texts.append(f"The tool {_string(block, 'tool_name', place)} is available now.")
+                texts.append(f"The tool {text_of(block, 'tool_name', place)} is available now.")
             case kind:
                 texts.append(f"[left out: a block of type {str(kind)[:40]!a}; {TEXT_ONLY}]")
     return texts
@@ -168,7 +168,7 @@ def _texts(content: Any, where: str) -> list[str]:
     for block, place in _blocks(content, where):
         if (kind := block.get("type")) != "text":
             raise _not_served(kind, place, "text")
-        texts.append(_string(block, "text", place))
+        texts.append(text_of(block, "text", place))
     return texts
 
 
@@ -197,14 +197,6 @@ def _not_served(kind: Any, where: str, served: str) -> InvalidRequest:
         field=f"{where}.type",
         bound=served,
     )
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    """Raises InvalidRequest for what is no string, and for lone surrogates."""
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise out_of_bounds(f"{where}.{name}", f"a {type(value).__name__}", "a string")
-    return clean(value, f"{where}.{name}")
 
 
 def _message(role: str, text: str) -> generation_pb2.ChatMessage:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.frontend.json_body import clean, encode
+from services.router.frontend.json_body import encode, text_of
 from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.frontend.openai.responses_tools import custom_arguments, flat_name
 from services.router.preprocess import json_limits
@@ -98,7 +98,7 @@ def _read(item: Any, where: str, new_id: NewId, known: dict[str, Item]) -> Item:
 
 def _referenced(item: Item, where: str, known: dict[str, Item]) -> Item:
     """A stored item, once per input, because a short reference may stand for much text."""
-    name = _text(item, "id", where)
+    name = text_of(item, "id", where)
     if name not in known:
         raise NotFound(
             f"{where} refers to {name!r:.140}, which is not stored, or was referred to before",
@@ -134,30 +134,23 @@ def _reasoning(item: Item, where: str, new_id: NewId) -> Item:
 
 
 def _call(item: Item, where: str, new: str, arguments: str) -> Item:
-    fields = {name: _text(item, name, where) for name in ("call_id", "name", arguments)}
+    fields = {name: text_of(item, name, where) for name in ("call_id", "name", arguments)}
     found = {"id": _id(item, new), "type": item["type"], "status": "completed", **fields}
     if item.get("namespace") is not None:
-        found["namespace"] = _text(item, "namespace", where)
+        found["namespace"] = text_of(item, "namespace", where)
     return found
 
 
 def _output(item: Item, where: str, new: str) -> Item:
     output = item.get("output")
     text = output if isinstance(output, str) else "".join(_texts(output, f"{where}.output"))
-    call_id = _text(item, "call_id", where)
+    call_id = text_of(item, "call_id", where)
     return {"id": _id(item, new), "type": item["type"], "status": "completed", "call_id": call_id, "output": text}
 
 
 def _id(item: Item, new: str) -> str:
     given = item.get("id")
     return given if isinstance(given, str) and 0 < len(given) <= MAX_ITEM_ID else new
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise out_of_bounds(f"{where}.{name}", "absent or not a string", "a string")
-    return clean(value, f"{where}.{name}")
 
 
 def _texts(content: Any, where: str) -> list[str]:
@@ -175,7 +168,7 @@ def _texts(content: Any, where: str) -> list[str]:
                 field=f"{where}[{index}].type",
                 bound=", ".join(TEXT_PARTS),
             )
-        texts.append(_text(part, TEXT_PARTS[kind], f"{where}[{index}]"))
+        texts.append(text_of(part, TEXT_PARTS[kind], f"{where}[{index}]"))
     return texts
 
 
@@ -184,7 +177,7 @@ def _texts_of(parts: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
         return []
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
         raise out_of_bounds(where, "not readable", f"a list of parts of type {' or '.join(kinds)}")
-    return [_text(part, "text", f"{where}[{index}]") for index, part in enumerate(parts)]
+    return [text_of(part, "text", f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
 def sealed(text: str) -> str:
