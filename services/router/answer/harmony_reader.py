@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from services.router.answer.call_formats.scanner import Ends
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_call_id
-from services.router.answer.reasoning_reader import begun
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
@@ -24,7 +24,8 @@ MAX_HEADER = 512  # characters
 OPENING = ("assistant", "to=")  # words before a header's first marker
 WORDS = (*OPENING, "analysis", "commentary", "final", "json")
 
-_MARKER = re.compile("|".join(map(re.escape, MARKERS)))
+_MARKERS = Ends(*MARKERS)  # any marker ends what is before it
+_MARKER = _MARKERS.pattern
 _WORDS = re.compile(  # of a header, from the marker of its channel on, or from its beginning where it has none
     r"\s*(?:assistant)?\s*(?:to=[^\s<]+)?\s*(?P<channel>analysis|commentary|final)?\s*(?:to=[^\s<]+)?"
     rf"\s*(?:{re.escape(CONSTRAIN)}\s*(?:json)?\s*)?"
@@ -74,7 +75,7 @@ class HarmonyReader:
         parts: list[Part] = []
         held, self._held = self._held, ""
         if self._step == self._header:
-            kind, name, held = _read(held[: len(held) - begun(held, MARKERS)], self._offers_tools)
+            kind, name, held = _read(held[: len(held) - _MARKERS.begun(held, 0)], self._offers_tools)
             if any(word.startswith(held) for word in WORDS):
                 return []  # the answer ended within the header
             self._begin(parts, kind, name)
@@ -87,7 +88,7 @@ class HarmonyReader:
     def _opening(self, parts: list[Part]) -> bool:
         """Before the first marker of a header."""
         marker = _MARKER.search(self._held)
-        end = marker.start() if marker else len(self._held) - begun(self._held, MARKERS)
+        end = marker.start() if marker else len(self._held) - _MARKERS.begun(self._held, 0)
         if not _may_open(self._held[:end], ended=end < len(self._held)):
             self._begin(parts, Text)
         elif marker is None:
@@ -122,7 +123,7 @@ class HarmonyReader:
 
     def _body(self, parts: list[Part]) -> bool:
         marker = _MARKER.search(self._held)
-        end = marker.start() if marker else len(self._held) - begun(self._held, MARKERS)
+        end = marker.start() if marker else len(self._held) - _MARKERS.begun(self._held, 0)
         self._pass_on(parts, self._held[:end])
         self._held = self._held[end:]
         if marker is None:

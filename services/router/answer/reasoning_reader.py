@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from services.router.answer.call_formats.scanner import Ends
 from services.router.answer.parts import CallBegin, Part, PartReader, Reasoning, Text
 
 SPACE = " \t\r\n"
@@ -77,6 +78,9 @@ class ReasoningReader:
     def __init__(self, markers: Markers, *, begins_inside: bool = False, calls: CallsWithin | None = None) -> None:
         self._markers = markers
         self._calls = calls
+        self._closes = Ends(*markers.close)
+        self._ends = Ends(*markers.close, *(calls.markers if calls else ()))  # of the reasoning, a call's included
+        self._answer_ends = Ends(*(markers.answer or ())[1:])
         self._state = State.OPENED if begins_inside else State.BEGIN
         self._steps: dict[State, Callable[[list[Part]], bool]] = {
             State.BEGIN: self._begin,
@@ -147,9 +151,8 @@ class ReasoningReader:
         return True
 
     def _reasoning(self, parts: list[Part]) -> bool:
-        ends = self._markers.close + (self._calls.markers if self._calls else ())
-        found = _find(self._held, ends)
-        end = found[0] if found else len(self._held) - begun(self._held, ends)
+        found = _find(self._held, self._ends.texts)
+        end = found[0] if found else len(self._held) - self._ends.begun(self._held, 0)
         end -= _space_before(self._held, end)
         self._think(parts, end)
         if found is None:
@@ -167,8 +170,8 @@ class ReasoningReader:
 
     def _call(self, parts: list[Part]) -> bool:
         assert self._probe is not None
-        closed = _find(self._held, self._markers.close)
-        end = closed[0] if closed else len(self._held) - begun(self._held, self._markers.close)
+        closed = _find(self._held, self._closes.texts)
+        end = closed[0] if closed else len(self._held) - self._closes.begun(self._held, 0)
         most = self._space + MAX_CALL
         is_call = None
         while is_call is None and self._probed < min(end, most):
@@ -217,9 +220,8 @@ class ReasoningReader:
         return True
 
     def _answer(self, parts: list[Part]) -> bool:
-        ends = self._markers.answer[1:] if self._markers.answer else ()
-        found = _find(self._held, ends)
-        end = found[0] if found else len(self._held) - begun(self._held, ends)
+        found = _find(self._held, self._answer_ends.texts)
+        end = found[0] if found else len(self._held) - self._answer_ends.begun(self._held, 0)
         space = _space_before(self._held, end)
         parts.append(Text(self._held[: end - space]))
         self._held = self._held[end - space :]
@@ -252,16 +254,6 @@ def _find(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     """The position of the marker that is complete first, and the marker."""
     found = [(at + len(marker), at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found)[1:] if found else None
-
-
-def begun(text: str, markers: Sequence[str]) -> int:
-    """The length of the longest suffix of the text that is a prefix of a marker."""
-    longest = max((len(marker) for marker in markers), default=1)
-    return next((size for size in range(min(longest - 1, len(text)), 0, -1) if _ends_with(text[-size:], markers)), 0)
-
-
-def _ends_with(suffix: str, markers: Sequence[str]) -> bool:
-    return any(len(marker) > len(suffix) and marker.startswith(suffix) for marker in markers)
 
 
 def _space_before(text: str, end: int) -> int:
