@@ -98,12 +98,10 @@ def _changed_at(path: Path) -> float:
         return 0.0
 
 
-def remove_stale() -> list[Path]:
+def remove_stale() -> None:
     """Removes the directories of this user's processes that no longer run."""
-    stale = [path for path in _parent().glob("tandem-*") if _is_stale(path)]
-    for path in stale:
+    for path in filter(_is_stale, _parent().glob("tandem-*")):
         remove(path)
-    return stale
 
 
 def _parent() -> Path:

@@ -212,7 +212,6 @@ class Worker:
             incarnation=self.incarnation,
             address=self.address,
             model=self.settings.model,
-            layout_hash=self.layout_hash,
             kv_meaning=self.layout.meaning(),
             computes_with=self.layout.computes_with(),
             kv_dtype=self.layout.dtype,

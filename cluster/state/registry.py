@@ -68,7 +68,6 @@ class WorkerRecord:
     incarnation: str
     address: str  # host:port
     model: str = ""
-    layout_hash: str = ""  # of its KV blocks
     kv_meaning: str = ""  # of its KV: workers can read KV of equal meaning, also in other blocks
     computes_with: str = ""  # checkpoint, its type and that of KV: workers with equal values give the same tokens
     kv_dtype: str = ""  # of an element of K or V, such as "int8"

@@ -308,11 +308,6 @@ class Masks:
         self.left_behind.add(self.thread(), tenant)
         self._thread = None
 
-    def end(self) -> None:
-        if self._thread is not None:
-            self._thread.leave()
-            self._thread = None
-
 
 def apply(logits: torch.Tensor, filling: Filling) -> None:
     """Makes tokens that the grammars do not allow impossible, in place: [sequences, vocab] float32."""

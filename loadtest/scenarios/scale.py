@@ -72,7 +72,6 @@ class MadeUp:
             pid=number,
             incarnation=f"life-{number}",
             address=f"10.0.{number // 250}.{number % 250}:7000",
-            layout_hash="L",
             max_model_len=32768,
             vocab_size=32000,
             block_size=BLOCK,

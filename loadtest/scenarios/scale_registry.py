@@ -30,7 +30,7 @@ REFRESHES = 40
 
 def records(count: int) -> list[WorkerRecord]:
     base = WorkerRecord("", "decode", State.READY, 1, "0123456789abcdef", "10.0.0.1:50000", model="demo/model")
-    full = replace(base, layout_hash="0" * 32, max_model_len=8192, vocab_size=128_000, eos_token_ids=[1, 2, 3])
+    full = replace(base, kv_meaning="0" * 32, max_model_len=8192, vocab_size=128_000, eos_token_ids=[1, 2, 3])
     return [replace(full, worker_id=f"decode-{number}") for number in range(count)]
 
 

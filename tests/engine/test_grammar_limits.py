@@ -48,7 +48,7 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
     go.set()
     filling.wait()
     assert int(filling.bits[0, 97 // 32]) != 0
-    masks.end()
+    masks.thread().leave()
     assert masks.begin([sequence(None)], VOCAB) is None
 
 
@@ -82,7 +82,7 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     assert {os.getpriority(os.PRIO_PROCESS, thread.native_id) for thread in masks.left_behind.threads} == {19}
     assert choose(torch.zeros(1, VOCAB), [good], masks.begin([good], VOCAB))[0].token in b"ab"
     go.set()
-    masks.end()
+    masks.thread().leave()
     for thread in masks.left_behind.threads:
         thread.join(600)
     assert masks.left_behind.count("slow") == 0
@@ -122,7 +122,7 @@ def test_a_row_that_ends_as_its_thread_is_left_gives_no_other_row_to_two_threads
     choices = choose(torch.zeros(2, VOCAB), [slow, good], masks.begin([slow, good], VOCAB))
     assert [choice.token in b"ab" if choice.token else None for choice in choices] == [None, True]
     assert len(fills) == 1
-    masks.end()
+    masks.thread().leave()
 
 
 def cpu_until_it_fails(
@@ -145,7 +145,7 @@ def cpu_until_it_fails(
             hostile.tokens.append(97)
             good.tokens.append(97)
     taken = time.process_time() - began
-    masks.end()
+    masks.thread().leave()
     assert all((row, error.reason) == (0, "GRAMMAR_TOO_COMPLEX") for row, error in failed.items())
     for thread in masks.left_behind.threads:
         thread.join(60)
@@ -193,7 +193,7 @@ def test_the_time_of_a_request_s_masks_is_filled_up_by_its_tokens(
             failed = place
             break
         one.tokens.append(97)
-    masks.end()
+    masks.thread().leave()
     assert failed == fails_at
 
 
@@ -210,7 +210,7 @@ def test_a_resumed_request_has_the_time_to_match_its_tokens_again(monkeypatch: p
 
     resumed.matcher = Takes(resumed.grammar, resumed.stop_ids)
     assert choose(torch.zeros(1, VOCAB), [resumed], masks.begin([resumed], VOCAB))[0].token == 97
-    masks.end()
+    masks.thread().leave()
 
 
 def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         one.tokens.append(97)
     assert made == [one]
     assert one.matcher.matched == len(one.tokens) - 1
-    masks.end()
+    masks.thread().leave()
 
 
 def threads_inside_one_matcher(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> int:
@@ -248,7 +248,7 @@ def threads_inside_one_matcher(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -
         filling.wait()
         one.matcher = slow if kept else one.matcher
     go.set()
-    masks.end()
+    masks.thread().leave()
     for thread in masks.left_behind.threads:
         thread.join(60)
     assert kept or one.matcher is not slow, "nor does it come back with its thread"
@@ -276,7 +276,7 @@ def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="the wait fails"):
         filling.wait()
     assert masks.waits == 2
-    masks.end()
+    masks.thread().leave()
 
 
 def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
@@ -296,7 +296,7 @@ def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
     assert second.token is None
     assert isinstance(second.error, InternalError)
     assert choose(torch.zeros(1, VOCAB), [after], masks.begin([after], VOCAB))[0].token in b"ab"
-    masks.end()
+    masks.thread().leave()
 
 
 def test_a_mask_does_not_hide_logits_that_are_no_numbers() -> None:

@@ -22,7 +22,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
-MODEL = ModelFacts("toy", context=2**17, vocab_size=100_000, eos_token_ids=(2,))
+MODEL = ModelFacts(context=2**17, vocab_size=100_000, eos_token_ids=(2,))
 BACKEND = Tokenizer.load(Path(__file__).parents[2] / "demo/model").backend
 # All that a template can see, as JSON.
 ALL = (

@@ -38,7 +38,7 @@ from tests.router.scheduling import once, seen, two
 from tests.support.metric_values import values
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
-MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
+MODEL = ModelFacts(context=64, vocab_size=100, eos_token_ids=())
 _ANYTHING: Any = SimpleNamespace()
 CALL_S = 1.0  # of one that is not answered
 

@@ -26,7 +26,7 @@ TOKENS, RATE = 400, 1000.0  # a prompt takes 0.4 s, so that both workers togethe
 STILL_S = 2.4
 BLOCKS = TOKENS // 16
 SILENT: Any = None
-DECODE = WorkerRecord("decode-0", "decode", State.READY, 1, "a", "h:1", layout_hash="L", max_model_len=4096,
+DECODE = WorkerRecord("decode-0", "decode", State.READY, 1, "a", "h:1", max_model_len=4096,
                       block_size=16, max_running=10_000, blocks_total=10**6, prompt_rate=RATE, step_s=0.01)  # fmt: skip
 PREFILLS = [replace(DECODE, worker_id=f"prefill-{number}", role="prefill") for number in range(2)]
 

@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
 SPACE = "\u2581"
-MODEL = ModelFacts("toy", context=64, vocab_size=400, eos_token_ids=(2,))
+MODEL = ModelFacts(context=64, vocab_size=400, eos_token_ids=(2,))
 
 
 def backend(*special: str) -> tokenizers.Tokenizer:

@@ -23,7 +23,7 @@ from tandem.rpc import request_builder
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 from tests.support.byte_fallback import fallback
 
-MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=(2,))
+MODEL = ModelFacts(context=64, vocab_size=100, eos_token_ids=(2,))
 NUMBERS = st.floats(0, 1) | st.floats()  # mostly possible ones, and everything that a double can be
 NO_TEXT = Tokenizer(None, None)  # a checkpoint without a tokenizer: token ids alone
 SAID = generation_pb2.ChatMessage(role="user", content=b"x")

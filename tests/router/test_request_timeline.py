@@ -19,7 +19,7 @@ from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
 PREFILL = WorkerSnapshot("prefill-0", "b", "h:2", "L", 0, 4, 64, 16, 1024)
-MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
+MODEL = ModelFacts(context=64, vocab_size=100, eos_token_ids=())
 SPANS = st.floats(0, 10)
 
 

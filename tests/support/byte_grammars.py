@@ -62,7 +62,7 @@ def step(sequences: list[Sequence], logits: torch.Tensor | None = None) -> list[
         logits = torch.zeros(len(sequences), VOCAB)
     filling = masks.begin(sequences, VOCAB)
     choices = choose(logits, sequences, filling)
-    masks.end()
+    masks.thread().leave()
     return choices
 
 

@@ -34,7 +34,7 @@ from tandem.v1 import generation_pb2
 from tests.support.fuzz import GOOD, TEMPLATE
 
 DEMO = Path(__file__).parents[2] / "demo/model"
-FACTS = ModelFacts("demo", context=96, vocab_size=2048, eos_token_ids=(0,))
+FACTS = ModelFacts(context=96, vocab_size=2048, eos_token_ids=(0,))
 REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"function": {"name": "f"}}], "n": 2}'
 CALL = b'\x05<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call> and text'

@@ -16,7 +16,6 @@ from tandem.errors import NoWorker
 class ModelFacts:
     """The facts against which a request is validated."""
 
-    name: str
     context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -56,7 +55,6 @@ class ServedModel:
         if records:
             longest = max(records, key=lambda record: record.max_model_len)
             self._facts = ModelFacts(
-                name=longest.model,
                 context=longest.max_model_len,
                 vocab_size=longest.vocab_size,
                 eos_token_ids=tuple(longest.eos_token_ids),
