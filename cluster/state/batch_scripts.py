@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.state.redis_store import EVEN_IF_FULL
+
 _NOW = """
 local clock = redis.call('TIME')
 local seconds = tonumber(clock[1])
@@ -118,7 +120,8 @@ return 'created'
 """
 )
 CANCEL = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local about = redis.call('HMGET', KEYS[1], 'state', 'cancelled', 'status')
 if not about[1] then return 'unknown' end
@@ -130,7 +133,8 @@ return 'open'
 """
 )
 BEGIN = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 if not owner[3] then
@@ -142,7 +146,8 @@ return 'kept'
 """
 )
 ADD_RESULTS = (
-    _OWNED
+    EVEN_IF_FULL
+    + _OWNED
     + """
 local most = tonumber(ARGV[3])
 for i = 4, #ARGV, 7 do
@@ -165,7 +170,8 @@ return 'kept'
 """
 )
 END = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 local status, kept = ARGV[3], tonumber(ARGV[6])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.state.redis_store import EVEN_IF_FULL
+
 _NOW = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -41,7 +43,8 @@ return answers
 """
 )
 APPEND = (
-    _OWNED
+    EVEN_IF_FULL
+    + _OWNED
     + """
 if job[3] then return 'cancelled' end
 if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
@@ -52,7 +55,8 @@ return 'kept'
 """
 )
 END = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 local id, kept, most, own = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[10])
@@ -86,7 +90,8 @@ return 'kept'
 """
 )
 RENEW = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local answers = {}
 for i = 2, #KEYS do
@@ -103,7 +108,8 @@ return answers
 """
 )
 CLAIM = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
 if not due then return false end
@@ -117,10 +123,13 @@ redis.call('ZADD', KEYS[1], now + ARGV[2], due)
 return {due, tostring(redis.call('HINCRBY', key, 'generation', 1))}
 """
 )
-CANCEL = """
+CANCEL = (
+    EVEN_IF_FULL
+    + """
 if redis.call('HGET', KEYS[1], 'state') == 'open' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
 return redis.call('EXISTS', KEYS[1])
 """
+)
 FORGET = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if state and state ~= 'open' then

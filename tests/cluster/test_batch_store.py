@@ -19,7 +19,7 @@ from cluster.state.batch_store import (
 )
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.job_journal import Kept
-from tandem.errors import Busy, NotFound, PreconditionFailed
+from tandem.errors import Busy, NotFound, PreconditionFailed, Unavailable
 
 MIB = 1024 * 1024
 ASKED = {
@@ -202,6 +202,27 @@ async def test_an_ended_batch_leaves_only_what_clients_read(store: BatchStore) -
     assert done.fields["output_file_id"] == "out-batch_1"
     assert "error_file_id" not in done.fields
     assert done.number("completed_at") >= done.number("created_at")
+
+
+async def test_a_full_server_continues_and_ends_batches_and_stores_no_new_ones(store: BatchStore) -> None:
+    """Jobs and files may fill it. Batches that have begun get their results, and end or are cancelled; the controls are
+    a new batch and a new file, which are refused."""
+    record, other = await claimed(store), await claimed(store, "batch_2")
+    async with store._store.connection() as client:
+        await client.config_set("maxmemory", 1)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await store.create("ann", "batch_3", "in-batch_1", ASKED)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await store.add_file("ann", "file-new", "new.jsonl", "batch", b"x")
+    assert await store.begin(record, BatchStatus.IN_PROGRESS, total=1)
+    assert await store.renew([record, other]) == [Kept.KEPT] * 2
+    assert await store.add(record, [result(0)]) is Stored.KEPT
+    assert await store.end(record, BatchStatus.COMPLETED)
+    assert await content(store, "ann", "out-batch_1") == b"line 0\n"
+    await store.cancel("ann", "batch_2")
+    following = await lose(store, other)
+    assert following.cancelled
+    assert await store.end(following, BatchStatus.CANCELLED)
 
 
 async def test_a_batch_has_its_own_copy_of_its_input(store: BatchStore) -> None:

@@ -391,6 +391,33 @@ async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None
     await brief.close()
 
 
+async def test_a_full_server_keeps_continues_and_ends_jobs_and_stores_no_new_ones(kept: JobJournal) -> None:
+    """Open jobs may fill it. They go on, are watched, claimed, cancelled and ended, which frees memory; the control is
+    a new job, which is refused."""
+    await kept.submit(asked("/runs", "/waits", "/runs:none"))
+    async with kept._writes.connection() as client:
+        await client.config_set("maxmemory", 1)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await kept.submit(asked("/new"))
+    watchers = [asyncio.create_task(until_end(kept, "/runs"))]
+    await reading(kept, 1)
+    watchers.append(asyncio.create_task(until_end(kept, "/waits")))
+    await reading(kept, 2)
+    assert await kept.renew([("/runs", 1)]) == [Kept.KEPT]
+    assert await kept.append("/runs", 1, 0, 1, b"token") is Kept.KEPT
+    assert await kept.end("/runs", 1, JobState.FINISHED, b"last") is Kept.KEPT
+    await kept.cancel("/waits")
+    await kept.release([("/waits", 1)])
+    record = await kept.claim()
+    assert record is not None
+    assert record.job_id == "/waits"
+    assert await kept.append("/waits", 2, 0, 1, b"token") is Kept.CANCELLED
+    assert await kept.end("/waits", 2, JobState.CANCELLED) is Kept.KEPT
+    async with asyncio.timeout(SOON_S):
+        assert await asyncio.gather(*watchers) == [[b"token", b"last"], []]
+    assert (await kept.get("/runs:none")).state is JobState.OPEN, "no job is removed for it"
+
+
 # ---- watchers
 
 
