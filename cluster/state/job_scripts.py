@@ -15,15 +15,16 @@ if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
 SUBMIT = (
     _NOW
     + """
-local fresh, new, answers = {}, 0, {'kept'}
+local fresh, new, bytes, answers = {}, 0, 0, {'kept'}
 for i = 1, #KEYS - 2 do
-  local id, digest = ARGV[3 * i + 2], ARGV[3 * i + 4]
+  local id, request, digest = ARGV[3 * i + 4], ARGV[3 * i + 5], ARGV[3 * i + 6]
   local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
   if known and known ~= digest then return {'other', id} end
   answers[i + 1] = known and 'known' or 'new'
   if not known then
     fresh[id] = digest
     new = new + 1
+    bytes = bytes + #request
   end
 end
 if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full', tostring(new)} end
@@ -31,9 +32,16 @@ if new > 0 and ARGV[4] ~= '' then
   local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
   if open + new > tonumber(ARGV[3]) then return {'full for it', tostring(new)} end
 end
+if new > 0 then
+  local all = bytes
+  for _, id in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')) do
+    all = all + redis.call('HSTRLEN', ARGV[6] .. id, 'request')
+  end
+  if all > tonumber(ARGV[5]) then return {'bytes', tostring(bytes)} end
+end
 for i = 1, #KEYS - 2 do
   if answers[i + 1] == 'new' then
-    local id, request, digest = ARGV[3 * i + 2], ARGV[3 * i + 3], ARGV[3 * i + 4]
+    local id, request, digest = ARGV[3 * i + 4], ARGV[3 * i + 5], ARGV[3 * i + 6]
     redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
     redis.call('ZADD', KEYS[1], now + ARGV[1], id)
     redis.call('ZADD', KEYS[2], 0, id)

@@ -127,6 +127,25 @@ async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: J
     await few.close()
 
 
+async def test_the_open_jobs_of_a_tenant_are_bounded_in_bytes(few: JobJournal) -> None:
+    """Their requests together, also where no keys are required. Ended and known jobs do not count, and other tenants
+    have their own bound. The control: with a byte less there is room."""
+    most = 2 * (OWN_BYTES + 1000)
+    for tenant in ("ann", ""):
+        large, more = Asked(f"{tenant}/1", b"x" * (most - 500), "d"), Asked(f"{tenant}/2", b"x" * 501, "d")
+        await few.submit([large], tenant)
+        assert await few.submit([large], tenant) == [False]
+        with pytest.raises(Busy, match="max_tenant_job_mib") as full:
+            await few.submit([more], tenant)
+        assert (full.value.reason, full.value.retry_after) == ("TENANT_JOBS", 5.0)
+        assert await few.submit([Asked(f"{tenant}/3", b"x" * 500, "d")], tenant) == [True]
+        await few.submit([Asked(f"{tenant}anna/1", b"x" * most, "d")], f"{tenant}anna")
+        await few.end(f"{tenant}/1", 1, JobState.FINISHED)
+        assert await few.submit([more], tenant) == [True]
+    with pytest.raises(TooLarge, match=f"{most + 1} bytes of new jobs"):
+        await few.submit([Asked("bob/1", b"x" * most, "d"), Asked("bob/2", b"x", "d")], "bob")
+
+
 async def test_open_jobs_are_found_by_the_beginning_of_their_ids(kept: JobJournal) -> None:
     """Wherever there are gaps, neither those that have ended nor those of longer or other names."""
     await kept.submit(asked("ann/b-0", "ann/b-1-1", "ann/b-1-2", "ann/b-ü", "ann/b", "ann/bb-0", "ann/b.0", "bob/b-0"))
