@@ -109,10 +109,11 @@ end
 if open >= tonumber(ARGV[3]) then return 'open' end
 if kept >= tonumber(ARGV[4]) then return 'kept' end
 redis.call('COPY', KEYS[3], KEYS[2])
-redis.call('PERSIST', KEYS[2])
+redis.call('PEXPIRE', KEYS[2], 2000 * ARGV[7])  -- twice its window, for clusters that no router belongs to any more
 redis.call('HSET', KEYS[1], 'state', 'open', 'generation', 0, 'status', 'validating', 'input_bytes', bytes,
            'created_at', seconds, 'expires_at', seconds + ARGV[7])
 for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('PEXPIRE', KEYS[1], 2000 * ARGV[7])
 redis.call('ZADD', KEYS[5], now, ARGV[1])
 redis.call('PEXPIRE', KEYS[5], ARGV[6])
 redis.call('ZADD', KEYS[6], now, ARGV[2])
@@ -166,6 +167,8 @@ for i = 4, #ARGV, 7 do
     end
   end
 end
+local left = redis.call('PTTL', KEYS[1])  -- below 0: a router of an older version created the batch
+for at = 2, 4 do if left > 0 then redis.call('PEXPIRE', KEYS[at], left) end end
 return 'kept'
 """
 )

@@ -35,6 +35,7 @@ PAGE_ENTRIES = 1000  # entries of one read
 LEASES_PER_SCRIPT = 500  # leases of one script
 OWN_BYTES = 5 * 1024  # that a job takes in addition to its content, most of them Valkey's for a stream
 EXPIRED_PER_SCRIPT = 64  # expired jobs whose entries one script removes
+DAY_S = 86_400
 KEPT = "ended jobs are forgotten after job_kept_s, or sooner if newer ones need the room"
 
 
@@ -110,11 +111,13 @@ class JobJournal:
         await self._writes.close()
         await self._reads.close()
 
-    async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
-        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1.
+    async def submit(self, jobs: Sequence[Asked], tenant: str = "", timeout_s: float = DAY_S) -> list[bool]:
+        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1. What
+        no router has ended when `timeout_s`, and the time for which ended jobs are kept, have passed, expires.
         Raises PreconditionFailed for another request under the same id, Busy when too many are open, or too many bytes
         of them, TooLarge for more new ones than may ever be open."""
         args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant, self._most_bytes, self._job("")]
+        args.append(int(timeout_s * 1000) + self._kept_ms)
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
         keys = [*self._open, *(self._job(job.job_id) for job in jobs)]

@@ -17,7 +17,7 @@ SUBMIT = (
     + """
 local fresh, new, bytes, answers = {}, 0, 0, {'kept'}
 for i = 1, #KEYS - 2 do
-  local id, request, digest = ARGV[3 * i + 4], ARGV[3 * i + 5], ARGV[3 * i + 6]
+  local id, request, digest = ARGV[3 * i + 5], ARGV[3 * i + 6], ARGV[3 * i + 7]
   local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
   if known and known ~= digest then return {'other', id} end
   answers[i + 1] = known and 'known' or 'new'
@@ -41,8 +41,9 @@ if new > 0 then
 end
 for i = 1, #KEYS - 2 do
   if answers[i + 1] == 'new' then
-    local id, request, digest = ARGV[3 * i + 4], ARGV[3 * i + 5], ARGV[3 * i + 6]
+    local id, request, digest = ARGV[3 * i + 5], ARGV[3 * i + 6], ARGV[3 * i + 7]
     redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
+    redis.call('PEXPIRE', KEYS[i + 2], ARGV[7])
     redis.call('ZADD', KEYS[1], now + ARGV[1], id)
     redis.call('ZADD', KEYS[2], 0, id)
   end
@@ -59,6 +60,8 @@ if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' en
 redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
 redis.call('HINCRBY', KEYS[1], 'bytes', #ARGV[4])
+local left = redis.call('PTTL', KEYS[1])  -- below 0: a router of an older version stored the job
+if left > 0 then redis.call('PEXPIRE', KEYS[2], left) end
 return 'kept'
 """
 )

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.state import batch_scripts, batch_store
 from cluster.state.batch_store import (
+    DAY_S,
     MAX_OPEN_BATCHES,
     OUTPUT_SHARE,
     PIECE_BYTES,
@@ -223,6 +224,19 @@ async def test_a_full_server_continues_and_ends_batches_and_stores_no_new_ones(s
     following = await lose(store, other)
     assert following.cancelled
     assert await store.end(following, BatchStatus.CANCELLED)
+
+
+async def test_a_batch_that_no_router_continues_is_forgotten(store: BatchStore) -> None:
+    """As after an upgrade to another model, whose cluster has another name: nothing of it is kept for ever, and nothing
+    expires within its window."""
+    record = await claimed(store)
+    await store.delete_file("ann", "in-batch_1")
+    assert await store.add(record, [result(0), result(1, completed=False)]) is Stored.KEPT
+    async with store._store.connection() as client:
+        left = {key: await client.pttl(key) for key in await keys(store)}
+    assert {key for key, ms in left.items() if ms < 0} == {"tandem:{test}:open-batches"}
+    assert all(ms > 1000 * DAY_S for ms in left.values() if ms > 0)
+    assert len(left) == 7
 
 
 async def test_a_batch_has_its_own_copy_of_its_input(store: BatchStore) -> None:

@@ -437,6 +437,18 @@ async def test_a_full_server_keeps_continues_and_ends_jobs_and_stores_no_new_one
     assert (await kept.get("/runs:none")).state is JobState.OPEN, "no job is removed for it"
 
 
+async def test_a_job_that_no_router_continues_is_forgotten(kept: JobJournal) -> None:
+    """As after an upgrade to another model, whose cluster has another name: it expires, with its tokens, when no router
+    could have been running it for as long as ended jobs are kept."""
+    await kept.submit(asked("/job", "/new"), timeout_s=100.0)
+    await kept.append("/job", 1, 0, 1, b"token")
+    async with kept._writes.connection() as client:
+        left = {key: await client.pttl(key) for key in await client.keys("*")}
+    assert {key for key, ms in left.items() if ms < 0} == {key.encode() for key in kept._open}
+    assert {ms for ms in left.values() if ms > 0 and not 100_000 < ms <= 160_000} == set()
+    assert len(left) == 5
+
+
 # ---- watchers
 
 
