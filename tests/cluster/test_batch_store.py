@@ -264,6 +264,20 @@ async def test_a_cancelled_batch_tells_its_owner(store: BatchStore) -> None:
         await store.cancel("bob", "batch_1")
 
 
+async def test_a_batch_is_not_completed_before_each_line_has_a_result(store: BatchStore) -> None:
+    """A registry that fails over may lose results that were stored: the batch goes to its next owner, who runs the
+    lines that are left. The control: with all of them it ends."""
+    record = await claimed(store)
+    await store.begin(record, BatchStatus.IN_PROGRESS, total=9)
+    await store.add(record, [result(line) for line in range(8)])
+    assert not await store.end(record, BatchStatus.COMPLETED)
+    following = await lose(store, record)
+    assert following.fields["status"] == "in_progress"
+    assert await store.answered(following) == set(range(8))
+    await store.add(following, [result(8, completed=False)])
+    assert await store.end(following, BatchStatus.COMPLETED)
+
+
 async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:
     """An answer beyond the bound is refused and its line has no result; errors, which are short, are still accepted."""
     record = await claimed(store)
