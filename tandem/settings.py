@@ -238,7 +238,7 @@ class Settings(BaseSettings):
     max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
     """Jobs of one tenant that have not ended, where `api_keys` names tenants."""
     max_tenant_job_mib: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Memory of the registry for the ended jobs of one tenant, or without `api_keys` of all; oldest forgotten first."""
+    """Memory of one tenant's ended jobs (without `api_keys`: of all), and again of the requests of its open jobs."""
     response_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
     """How long a response of /v1/responses can be read again and continued, unless it was sent with `store` false."""
     max_tenant_response_mib: Annotated[int, Field(ge=1, le=65536)] = 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.state.redis_store import EVEN_IF_FULL
+
 _NOW = """
 local clock = redis.call('TIME')
 local seconds = tonumber(clock[1])
@@ -107,10 +109,11 @@ end
 if open >= tonumber(ARGV[3]) then return 'open' end
 if kept >= tonumber(ARGV[4]) then return 'kept' end
 redis.call('COPY', KEYS[3], KEYS[2])
-redis.call('PERSIST', KEYS[2])
+redis.call('PEXPIRE', KEYS[2], 2000 * ARGV[7])  -- twice its window, for clusters that no router belongs to any more
 redis.call('HSET', KEYS[1], 'state', 'open', 'generation', 0, 'status', 'validating', 'input_bytes', bytes,
            'created_at', seconds, 'expires_at', seconds + ARGV[7])
 for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('PEXPIRE', KEYS[1], 2000 * ARGV[7])
 redis.call('ZADD', KEYS[5], now, ARGV[1])
 redis.call('PEXPIRE', KEYS[5], ARGV[6])
 redis.call('ZADD', KEYS[6], now, ARGV[2])
@@ -118,7 +121,8 @@ return 'created'
 """
 )
 CANCEL = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local about = redis.call('HMGET', KEYS[1], 'state', 'cancelled', 'status')
 if not about[1] then return 'unknown' end
@@ -130,7 +134,8 @@ return 'open'
 """
 )
 BEGIN = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 if not owner[3] then
@@ -142,7 +147,8 @@ return 'kept'
 """
 )
 ADD_RESULTS = (
-    _OWNED
+    EVEN_IF_FULL
+    + _OWNED
     + """
 local most = tonumber(ARGV[3])
 for i = 4, #ARGV, 7 do
@@ -161,14 +167,19 @@ for i = 4, #ARGV, 7 do
     end
   end
 end
+local left = redis.call('PTTL', KEYS[1])  -- below 0: a router of an older version created the batch
+for at = 2, 4 do if left > 0 then redis.call('PEXPIRE', KEYS[at], left) end end
 return 'kept'
 """
 )
 END = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 local status, kept = ARGV[3], tonumber(ARGV[6])
+local lines = tonumber(redis.call('HGET', KEYS[1], 'total') or '0')
+if status == 'completed' and redis.call('BITCOUNT', KEYS[3]) < lines then return 'lost' end  -- results, in a failover
 for at, kind in ipairs({'output', 'error'}) do
   local file, content, id = KEYS[4 + 2 * at], KEYS[5 + 2 * at], ARGV[7 + at]
   local bytes = redis.call('HGET', KEYS[1], (kind == 'output' and 'completed' or 'failed') .. '_bytes')

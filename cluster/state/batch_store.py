@@ -291,7 +291,7 @@ class BatchStore:
 
     async def end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Stores the final status; the results become files. `errors` are those of the input. False: it has another
-        owner."""
+        owner, or needs one, because a line of a completed batch has no result."""
         tenant, batch_id = record.tenant, record.batch_id
         names = [record.fields[name] for name in ("output_name", "error_name")]
         keys = [*(self._key(kind, tenant, batch_id) for kind in ("batch", "input", "answered")), self._open]

@@ -35,6 +35,7 @@ PAGE_ENTRIES = 1000  # entries of one read
 LEASES_PER_SCRIPT = 500  # leases of one script
 OWN_BYTES = 5 * 1024  # that a job takes in addition to its content, most of them Valkey's for a stream
 EXPIRED_PER_SCRIPT = 64  # expired jobs whose entries one script removes
+DAY_S = 86_400
 KEPT = "ended jobs are forgotten after job_kept_s, or sooner if newer ones need the room"
 
 
@@ -97,8 +98,8 @@ class JobJournal:
         most_each: int | None = None,
     ) -> None:
         """`lease_s`: the time without a renewal after which a router loses a job; `kept_s`: how long an ended job is
-        kept; `most`: the limit on open jobs; `most_bytes`: of the ended jobs of one tenant, beyond which the oldest
-        ones are removed; `most_each`: as `most`, of one named tenant."""
+        kept; `most`: the limit on open jobs; `most_bytes`: of the requests of one tenant's open jobs, and of its ended
+        jobs, beyond which the oldest ones are removed; `most_each`: as `most`, of one named tenant."""
         self.lease_s, self._most_bytes = lease_s, most_bytes
         self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
         self._prefix = f"tandem:{{{cluster}}}"
@@ -110,11 +111,13 @@ class JobJournal:
         await self._writes.close()
         await self._reads.close()
 
-    async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
-        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1.
-        Raises PreconditionFailed for another request under the same id, Busy when too many are open, TooLarge for more
-        new ones than may ever be open."""
-        args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
+    async def submit(self, jobs: Sequence[Asked], tenant: str = "", timeout_s: float = DAY_S) -> list[bool]:
+        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1. What
+        no router has ended when `timeout_s`, and the time for which ended jobs are kept, have passed, expires.
+        Raises PreconditionFailed for another request under the same id, Busy when too many are open, or too many bytes
+        of them, TooLarge for more new ones than may ever be open."""
+        args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant, self._most_bytes, self._job("")]
+        args.append(int(timeout_s * 1000) + self._kept_ms)
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
         keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
@@ -126,14 +129,18 @@ class JobJournal:
                 field="request_id",
                 bound="a new one for a new request",
             )
-        most = min(self._most, self._most_each) if tenant else self._most
+        what, most = "new jobs", min(self._most, self._most_each) if tenant else self._most
+        room = f"{self._most_each} open jobs"
+        if outcome == "bytes":
+            what, most = "bytes of new jobs", self._most_bytes
+            room = f"{most} bytes of open jobs (max_tenant_job_mib)"
         if outcome != "kept" and (new := int(about[0])) > most:
-            raise TooLarge(f"{new} new jobs are more than {most}, the maximum of open ones", bound=f"at most {most}")
+            raise TooLarge(f"{new} {what} are more than {most}, the maximum of open ones", bound=f"at most {most}")
         if outcome == "full":
             raise Busy(f"{self._most} jobs are open, the maximum (max_jobs)", reason="JOBS_FULL", retry_after=5.0)
-        if outcome == "full for it":
+        if outcome != "kept":
             raise Busy(
-                f"{tenant} may have {self._most_each} open jobs, which these would exceed",
+                f"{tenant or 'all clients together'} may have {room}, which these would exceed",
                 reason="TENANT_JOBS",
                 retry_after=5.0,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.state.redis_store import EVEN_IF_FULL
+
 _NOW = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -13,15 +15,16 @@ if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
 SUBMIT = (
     _NOW
     + """
-local fresh, new, answers = {}, 0, {'kept'}
+local fresh, new, bytes, answers = {}, 0, 0, {'kept'}
 for i = 1, #KEYS - 2 do
-  local id, digest = ARGV[3 * i + 2], ARGV[3 * i + 4]
+  local id, request, digest = ARGV[3 * i + 5], ARGV[3 * i + 6], ARGV[3 * i + 7]
   local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
   if known and known ~= digest then return {'other', id} end
   answers[i + 1] = known and 'known' or 'new'
   if not known then
     fresh[id] = digest
     new = new + 1
+    bytes = bytes + #request
   end
 end
 if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full', tostring(new)} end
@@ -29,10 +32,18 @@ if new > 0 and ARGV[4] ~= '' then
   local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
   if open + new > tonumber(ARGV[3]) then return {'full for it', tostring(new)} end
 end
+if new > 0 then
+  local all = bytes
+  for _, id in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')) do
+    all = all + redis.call('HSTRLEN', ARGV[6] .. id, 'request')
+  end
+  if all > tonumber(ARGV[5]) then return {'bytes', tostring(bytes)} end
+end
 for i = 1, #KEYS - 2 do
   if answers[i + 1] == 'new' then
-    local id, request, digest = ARGV[3 * i + 2], ARGV[3 * i + 3], ARGV[3 * i + 4]
+    local id, request, digest = ARGV[3 * i + 5], ARGV[3 * i + 6], ARGV[3 * i + 7]
     redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
+    redis.call('PEXPIRE', KEYS[i + 2], ARGV[7])
     redis.call('ZADD', KEYS[1], now + ARGV[1], id)
     redis.call('ZADD', KEYS[2], 0, id)
   end
@@ -41,18 +52,22 @@ return answers
 """
 )
 APPEND = (
-    _OWNED
+    EVEN_IF_FULL
+    + _OWNED
     + """
 if job[3] then return 'cancelled' end
 if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
 redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
 redis.call('HINCRBY', KEYS[1], 'bytes', #ARGV[4])
+local left = redis.call('PTTL', KEYS[1])  -- below 0: a router of an older version stored the job
+if left > 0 then redis.call('PEXPIRE', KEYS[2], left) end
 return 'kept'
 """
 )
 END = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + _OWNED
     + """
 local id, kept, most, own = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[10])
@@ -86,7 +101,8 @@ return 'kept'
 """
 )
 RENEW = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local answers = {}
 for i = 2, #KEYS do
@@ -103,7 +119,8 @@ return answers
 """
 )
 CLAIM = (
-    _NOW
+    EVEN_IF_FULL
+    + _NOW
     + """
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
 if not due then return false end
@@ -117,10 +134,13 @@ redis.call('ZADD', KEYS[1], now + ARGV[2], due)
 return {due, tostring(redis.call('HINCRBY', key, 'generation', 1))}
 """
 )
-CANCEL = """
+CANCEL = (
+    EVEN_IF_FULL
+    + """
 if redis.call('HGET', KEYS[1], 'state') == 'open' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
 return redis.call('EXISTS', KEYS[1])
 """
+)
 FORGET = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if state and state ~= 'open' then

@@ -36,6 +36,9 @@ HEALTH_CHECK_S = 30
 SINGLE_SERVER_SCHEMES = ("redis", "rediss", "unix")
 MULTI_SERVER_SCHEMES = ("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 FAILURES = (RedisError, RedisClusterException)
+EVEN_IF_FULL = "redis.call('DEL', string.match(KEYS[1], '^.-}') .. ':none')\n"
+"""Begins a script that a server without free memory must run. It refuses a script only at its first write, and this
+one, of a key that never exists, takes no memory. For what keeps, continues or ends something, not for what begins."""
 
 
 class RedisStore:

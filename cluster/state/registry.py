@@ -36,6 +36,7 @@ from cluster.state.registry_scripts import (
     BEAT,
     CHANGES,
     KEEP_WANTED,
+    PUBLISH_SCALING,
     RELEASE_LEASE,
     SET_WANTED,
     WITHDRAW,
@@ -283,8 +284,7 @@ class Registry:
     # ---- the autoscaler's verdicts
 
     async def publish_scaling(self, text: str) -> None:
-        async with self._store.connection() as client:
-            await client.set(f"{self._prefix}:autoscale", text, px=int(SCALING_TTL_S * 1000))
+        await self.run("autoscale", PUBLISH_SCALING, [text, int(SCALING_TTL_S * 1000)])
 
     async def scaling(self) -> str | None:
         """None: it has not published any lately."""

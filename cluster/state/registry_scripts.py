@@ -6,7 +6,11 @@ for a new epoch. Each first removes what has expired.
 
 from __future__ import annotations
 
-_BEGIN = """
+from cluster.state.redis_store import EVEN_IF_FULL
+
+_BEGIN = (
+    EVEN_IF_FULL
+    + """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 redis.call('HSETNX', KEYS[4], 'epoch', ARGV[2])
@@ -26,6 +30,7 @@ local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 10
 for _, id in ipairs(expired) do removed(id) end
 if #expired > 0 then redis.call('PUBLISH', ARGV[1], 'workers') end
 """
+)
 BEAT = (
     _BEGIN
     + """
@@ -77,18 +82,27 @@ return {epoch, number, 1, now, redis.call('HGETALL', KEYS[1]), redis.call('ZRANG
 """
 )
 # Of the others the first argument is the channel, if they change what is announced there.
-SET_WANTED = """
+SET_WANTED = (
+    EVEN_IF_FULL
+    + """
 if #ARGV > 1 then redis.call('HSET', KEYS[1], unpack(ARGV, 2)) end
 redis.call('PUBLISH', ARGV[1], 'wanted')
 return 1
 """
-KEEP_WANTED = """
+)
+KEEP_WANTED = (
+    EVEN_IF_FULL
+    + """
 local kept = 0
 for i = 2, #ARGV, 2 do kept = kept + redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if kept > 0 then redis.call('PUBLISH', ARGV[1], 'wanted') end
 return kept
 """
-ACQUIRE_LEASE = """
+)
+PUBLISH_SCALING = EVEN_IF_FULL + "return redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])"
+ACQUIRE_LEASE = (
+    EVEN_IF_FULL
+    + """
 local holder = redis.call('GET', KEYS[1])
 local ours = ARGV[2] .. '/'
 if not holder or holder == ARGV[1] or (ARGV[2] ~= '' and string.sub(holder, 1, #ours) == ours) then
@@ -97,6 +111,7 @@ if not holder or holder == ARGV[1] or (ARGV[2] ~= '' and string.sub(holder, 1, #
 end
 return {holder, redis.call('PTTL', KEYS[1])}
 """
+)
 RELEASE_LEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0

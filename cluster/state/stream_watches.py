@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from cluster.state.redis_store import RedisStore
+from cluster.state.redis_store import EVEN_IF_FULL, RedisStore
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.tasks import end, once, within
 
@@ -23,7 +23,13 @@ COALESCE_S = 0.02  # entries within this time are one read
 ENTRIES_PER_READ = 100  # entries of one stream in one read
 MAX_TAIL_ENTRIES = 256  # entries that a tail holds
 WAKE_TTL_S = 3600
-
+WAKE = (
+    EVEN_IF_FULL
+    + """
+redis.call('XADD', KEYS[1], 'MAXLEN', 1, '*', 'w', 1)
+return redis.call('EXPIRE', KEYS[1], ARGV[1])
+"""
+)
 
 Raw = tuple[bytes, dict[bytes, bytes]]  # an entry's id and its fields
 
@@ -130,9 +136,7 @@ class StreamWatches:
         if self._reading and not self._waking:
             self._waking = True
             try:
-                async with self._other.connection() as client:
-                    await client.xadd(self._wake, {"w": 1}, maxlen=1, approximate=False)
-                    await client.expire(self._wake, WAKE_TTL_S)
+                await self._other.run(WAKE, [self._wake], [WAKE_TTL_S])
             except BaseException:
                 self._waking = False  # the next watcher tries again
                 raise

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from tandem.errors import InternalError
+from tandem.errors import InternalError, Unavailable
 from tandem.results import FINISH_REASONS, Completion, FinishReason, Piece, TokenLogprob, ToolCall, receipt
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -42,13 +42,19 @@ class StreamReader:
         return min(count for choice, count in enumerate(self._tokens) if choice not in self._finished)
 
     def has(self, event: generation_pb2.GenerateResponse) -> bool:
-        """Whether a restarted stream has delivered all of the event before."""
+        """Whether a restarted stream has delivered all of the event before. Raises Unavailable if it has delivered a
+        part of it."""
         if event.HasField("finished"):
             return event.finished.choice in self._finished
         if not event.HasField("delta"):
             return False
         delta = event.delta
-        return delta.choice < len(self._tokens) and delta.index + len(delta.token_ids) <= self._tokens[delta.choice]
+        if delta.choice >= len(self._tokens):
+            return False
+        due, end = self._tokens[delta.choice], delta.index + len(delta.token_ids)
+        if delta.index < due < end and due != self._from:  # its text cannot be cut at a token
+            raise Unavailable("the registry lost tokens that had been sent: watch the job from its beginning")
+        return end <= due
 
     def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
         """The piece in this event, or None if it has none. Raises InternalError on a gap."""

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.state import batch_scripts, batch_store
 from cluster.state.batch_store import (
+    DAY_S,
     MAX_OPEN_BATCHES,
     OUTPUT_SHARE,
     PIECE_BYTES,
@@ -19,7 +20,7 @@ from cluster.state.batch_store import (
 )
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.job_journal import Kept
-from tandem.errors import Busy, NotFound, PreconditionFailed
+from tandem.errors import Busy, NotFound, PreconditionFailed, Unavailable
 
 MIB = 1024 * 1024
 ASKED = {
@@ -204,6 +205,40 @@ async def test_an_ended_batch_leaves_only_what_clients_read(store: BatchStore) -
     assert done.number("completed_at") >= done.number("created_at")
 
 
+async def test_a_full_server_continues_and_ends_batches_and_stores_no_new_ones(store: BatchStore) -> None:
+    """Jobs and files may fill it. Batches that have begun get their results, and end or are cancelled; the controls are
+    a new batch and a new file, which are refused."""
+    record, other = await claimed(store), await claimed(store, "batch_2")
+    async with store._store.connection() as client:
+        await client.config_set("maxmemory", 1)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await store.create("ann", "batch_3", "in-batch_1", ASKED)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await store.add_file("ann", "file-new", "new.jsonl", "batch", b"x")
+    assert await store.begin(record, BatchStatus.IN_PROGRESS, total=1)
+    assert await store.renew([record, other]) == [Kept.KEPT] * 2
+    assert await store.add(record, [result(0)]) is Stored.KEPT
+    assert await store.end(record, BatchStatus.COMPLETED)
+    assert await content(store, "ann", "out-batch_1") == b"line 0\n"
+    await store.cancel("ann", "batch_2")
+    following = await lose(store, other)
+    assert following.cancelled
+    assert await store.end(following, BatchStatus.CANCELLED)
+
+
+async def test_a_batch_that_no_router_continues_is_forgotten(store: BatchStore) -> None:
+    """As after an upgrade to another model, whose cluster has another name: nothing of it is kept for ever, and nothing
+    expires within its window."""
+    record = await claimed(store)
+    await store.delete_file("ann", "in-batch_1")
+    assert await store.add(record, [result(0), result(1, completed=False)]) is Stored.KEPT
+    async with store._store.connection() as client:
+        left = {key: await client.pttl(key) for key in await keys(store)}
+    assert {key for key, ms in left.items() if ms < 0} == {"tandem:{test}:open-batches"}
+    assert all(ms > 1000 * DAY_S for ms in left.values() if ms > 0)
+    assert len(left) == 7
+
+
 async def test_a_batch_has_its_own_copy_of_its_input(store: BatchStore) -> None:
     """The input file may be deleted or expire while the batch waits or runs."""
     record = await claimed(store, size=2 * PIECE_BYTES + 7)
@@ -227,6 +262,20 @@ async def test_a_cancelled_batch_tells_its_owner(store: BatchStore) -> None:
     assert (await store.batch("ann", "batch_1")).fields["status"] == "cancelled"
     with pytest.raises(NotFound):
         await store.cancel("bob", "batch_1")
+
+
+async def test_a_batch_is_not_completed_before_each_line_has_a_result(store: BatchStore) -> None:
+    """A registry that fails over may lose results that were stored: the batch goes to its next owner, who runs the
+    lines that are left. The control: with all of them it ends."""
+    record = await claimed(store)
+    await store.begin(record, BatchStatus.IN_PROGRESS, total=9)
+    await store.add(record, [result(line) for line in range(8)])
+    assert not await store.end(record, BatchStatus.COMPLETED)
+    following = await lose(store, record)
+    assert following.fields["status"] == "in_progress"
+    assert await store.answered(following) == set(range(8))
+    await store.add(following, [result(8, completed=False)])
+    assert await store.end(following, BatchStatus.COMPLETED)
 
 
 async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:

@@ -127,6 +127,25 @@ async def test_more_jobs_than_may_ever_be_open_are_not_told_to_come_back(kept: J
     await few.close()
 
 
+async def test_the_open_jobs_of_a_tenant_are_bounded_in_bytes(few: JobJournal) -> None:
+    """Their requests together, also where no keys are required. Ended and known jobs do not count, and other tenants
+    have their own bound. The control: with a byte less there is room."""
+    most = 2 * (OWN_BYTES + 1000)
+    for tenant in ("ann", ""):
+        large, more = Asked(f"{tenant}/1", b"x" * (most - 500), "d"), Asked(f"{tenant}/2", b"x" * 501, "d")
+        await few.submit([large], tenant)
+        assert await few.submit([large], tenant) == [False]
+        with pytest.raises(Busy, match="max_tenant_job_mib") as full:
+            await few.submit([more], tenant)
+        assert (full.value.reason, full.value.retry_after) == ("TENANT_JOBS", 5.0)
+        assert await few.submit([Asked(f"{tenant}/3", b"x" * 500, "d")], tenant) == [True]
+        await few.submit([Asked(f"{tenant}anna/1", b"x" * most, "d")], f"{tenant}anna")
+        await few.end(f"{tenant}/1", 1, JobState.FINISHED)
+        assert await few.submit([more], tenant) == [True]
+    with pytest.raises(TooLarge, match=f"{most + 1} bytes of new jobs"):
+        await few.submit([Asked("bob/1", b"x" * most, "d"), Asked("bob/2", b"x", "d")], "bob")
+
+
 async def test_open_jobs_are_found_by_the_beginning_of_their_ids(kept: JobJournal) -> None:
     """Wherever there are gaps, neither those that have ended nor those of longer or other names."""
     await kept.submit(asked("ann/b-0", "ann/b-1-1", "ann/b-1-2", "ann/b-ü", "ann/b", "ann/bb-0", "ann/b.0", "bob/b-0"))
@@ -389,6 +408,45 @@ async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None
     assert (record.job_id, record.generation) == ("/left", 2)
     assert await brief.submit(asked("/a", "/b")) == [True, True], "neither is open any more"
     await brief.close()
+
+
+async def test_a_full_server_keeps_continues_and_ends_jobs_and_stores_no_new_ones(kept: JobJournal) -> None:
+    """Open jobs may fill it. They go on, are watched, claimed, cancelled and ended, which frees memory; the control is
+    a new job, which is refused."""
+    await kept.submit(asked("/runs", "/waits", "/runs:none"))
+    async with kept._writes.connection() as client:
+        await client.config_set("maxmemory", 1)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await kept.submit(asked("/new"))
+    watchers = [asyncio.create_task(until_end(kept, "/runs"))]
+    await reading(kept, 1)
+    watchers.append(asyncio.create_task(until_end(kept, "/waits")))
+    await reading(kept, 2)
+    assert await kept.renew([("/runs", 1)]) == [Kept.KEPT]
+    assert await kept.append("/runs", 1, 0, 1, b"token") is Kept.KEPT
+    assert await kept.end("/runs", 1, JobState.FINISHED, b"last") is Kept.KEPT
+    await kept.cancel("/waits")
+    await kept.release([("/waits", 1)])
+    record = await kept.claim()
+    assert record is not None
+    assert record.job_id == "/waits"
+    assert await kept.append("/waits", 2, 0, 1, b"token") is Kept.CANCELLED
+    assert await kept.end("/waits", 2, JobState.CANCELLED) is Kept.KEPT
+    async with asyncio.timeout(SOON_S):
+        assert await asyncio.gather(*watchers) == [[b"token", b"last"], []]
+    assert (await kept.get("/runs:none")).state is JobState.OPEN, "no job is removed for it"
+
+
+async def test_a_job_that_no_router_continues_is_forgotten(kept: JobJournal) -> None:
+    """As after an upgrade to another model, whose cluster has another name: it expires, with its tokens, when no router
+    could have been running it for as long as ended jobs are kept."""
+    await kept.submit(asked("/job", "/new"), timeout_s=100.0)
+    await kept.append("/job", 1, 0, 1, b"token")
+    async with kept._writes.connection() as client:
+        left = {key: await client.pttl(key) for key in await client.keys("*")}
+    assert {key for key, ms in left.items() if ms < 0} == {key.encode() for key in kept._open}
+    assert {ms for ms in left.values() if ms > 0 and not 100_000 < ms <= 160_000} == set()
+    assert len(left) == 5
 
 
 # ---- watchers

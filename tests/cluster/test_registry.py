@@ -114,6 +114,24 @@ async def test_a_heartbeat_outlives_the_ttl_and_withdraws_at_the_end(valkey: Emb
     await registry.close()
 
 
+async def test_a_full_server_takes_what_workers_and_supervisors_write(registry: Registry) -> None:
+    """Jobs and files may fill it: workers start and leave nevertheless, and pools change their sizes. The control is
+    another write, which is refused."""
+    async with registry._store.connection() as client:
+        await client.config_set("maxmemory", 1)
+    with pytest.raises(Unavailable, match="maxmemory"):
+        await registry.run("other", "return redis.call('SET', KEYS[1], 1)", [])
+    assert await registry.workers() == []
+    assert await registry.beat(RECORD)
+    assert [one.worker_id for one in await registry.workers()] == ["decode-0"]
+    assert await registry.withdraw(RECORD.worker_id, RECORD.incarnation)
+    await registry.keep_wanted({"decode": 1})
+    await registry.set_wanted({"prefill": 2})
+    assert await registry.wanted() == {"decode": 1, "prefill": 2}
+    await registry.publish_scaling("{}")
+    assert (await registry.acquire_lease("one/h:1/x", "one"))[0] == "one/h:1/x"
+
+
 async def test_wanted_sizes_come_back(registry: Registry) -> None:
     """A role that is set again is replaced, and others stay."""
     await registry.set_wanted({"decode": 2, "prefill": 1})

@@ -17,12 +17,14 @@ from tandem.errors import (
     NoWorker,
     TandemError,
     TooLarge,
+    Unavailable,
     WorkerLost,
 )
 from tandem.results import Piece, TokenLogprob, ToolCall, receipt
 from tandem.rpc.request_builder import build_request
 from tandem.rpc.stream_reader import completion
-from tandem.v1 import common_pb2, generation_pb2
+from tandem.rpc.watching import _Watching
+from tandem.v1 import common_pb2, generation_pb2, jobs_pb2
 from tests.support.stopwatch import ThreadTime
 
 
@@ -46,6 +48,23 @@ async def test_generate_folds_the_stream(client: Any) -> None:
     assert receipt.seed == 2**64 - 1
     assert receipt.client_ttft > 0
     assert receipt.to_dict()["transfer"]["blocks"] == 2
+
+
+def test_a_watcher_hears_that_the_registry_lost_tokens_that_it_has() -> None:
+    """They are computed again, perhaps in other pieces, and text cannot be cut at a token: the watch ends with an error
+    that names what to do. The control: what it has had in whole is left out."""
+    watching = _Watching("job", 0)
+
+    def read(index: int, *tokens: int) -> Any:
+        delta = generation_pb2.Delta(index=index, token_ids=tokens)
+        return watching.read(jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(delta=delta)))
+
+    assert read(0, 5, 6) is not None
+    assert read(2, 7, 8) is not None
+    assert read(2, 7) is None
+    assert read(3, 8) is None
+    with pytest.raises(Unavailable, match="from its beginning"):
+        read(3, 8, 9)
 
 
 async def test_pieces_arrive_as_they_are_sent(client: Any, fake: Any, events: Any) -> None:

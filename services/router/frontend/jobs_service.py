@@ -193,7 +193,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
     ) -> list[jobs_pb2.Job]:
         jobs = [self._to_keep(request, digest, key, span) for request, digest in fixed]
-        new = await self._journal.submit(jobs, key.name)
+        new = await self._journal.submit(jobs, key.name, self._settings.job_timeout_s)
         for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
             self._runner.run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
         return [
