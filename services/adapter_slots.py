@@ -74,12 +74,13 @@ class AdapterSlots:
         return {name: adapter.fingerprint for name, adapter in self._served().items()}
 
     def lacks(self, name: str, meant: bytes) -> str:
-        """Why this worker cannot serve the adapter with the fingerprint `meant`; empty if it can."""
+        """Why this worker cannot serve the adapter with the fingerprint `meant`, whose content may be any if that is
+        empty; empty if it can."""
         try:
-            same = self._find(name, meant).fingerprint == meant
+            found = self._find(name, meant).fingerprint
         except NotFound:
             return f"does not have the adapter {name}"
-        return "" if same else f"has another adapter named {name} than the request means"
+        return f"has another adapter named {name} than the request means" if meant and found != meant else ""
 
     def _served(self) -> dict[str, Adapter]:
         return {**(self._later.served if self._later else {}), **(self._lora.known if self._lora else {})}

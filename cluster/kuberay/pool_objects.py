@@ -6,7 +6,9 @@ stores its `replicas` and serves its scale subresource. The driver keeps it equa
 
     kubectl scale, HPA, KEDA ─▶ Deployment's replicas ◀─ PoolObjects ─▶ registry "wanted" ◀─ tandem scale, autoscaler
 
-An annotation stores the last common size, which shows which of the two has changed.
+An annotation stores the last common size, which shows which of the two has changed. Another one stores the name of the
+cluster that agreed to it: after an upgrade to another checkpoint the registry has only the initial sizes of a new
+cluster, and the pool keeps the object's.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 PREFIX = "POOL_OBJECTS"  # environment variable: the Deployment of a pool is named <its value>-<pool>
 ANNOTATION = "tandem/agreed-size"
+OF_CLUSTER = "tandem/agreed-cluster"  # annotation: the cluster that agreed
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LEAST = {"prefill": 0, "decode": 1}
 MOST = 1024
@@ -43,12 +46,14 @@ class PoolObject:
     replicas: int
     agreed: int | None  # None: no driver has written one yet
     version: str
+    cluster: str = ""  # that agreed; empty: an older driver wrote the size
 
 
-def agree(found: PoolObject, wanted: int, least: int, follows: bool) -> int:
-    """The size for both. The object's, if it has changed since both were equal, is valid for a pool, and `follows` is
-    true (Tandem's autoscaler does not size the pool); otherwise the registry's."""
-    changed = found.agreed is not None and found.replicas != found.agreed
+def agree(found: PoolObject, wanted: int, least: int, follows: bool, cluster: str) -> int:
+    """The size for both. The object's, if it has changed since both were equal, or another cluster agreed to it, and it
+    is valid for a pool, and `follows` is true (Tandem's autoscaler does not size the pool); otherwise the
+    registry's."""
+    changed = found.agreed is not None and (found.replicas != found.agreed or found.cluster not in ("", cluster))
     return found.replicas if changed and follows and least <= found.replicas <= MOST else wanted
 
 
@@ -64,9 +69,9 @@ class Api:
         """Raises Unavailable."""
         return _object(await asyncio.to_thread(self._call, name, None))
 
-    async def write(self, name: str, size: int, version: str) -> None:
+    async def write(self, name: str, size: int, cluster: str, version: str) -> None:
         """Raises Unavailable, and PreconditionFailed if the object has changed since that version."""
-        metadata = {"resourceVersion": version, "annotations": {ANNOTATION: str(size)}}
+        metadata = {"resourceVersion": version, "annotations": {ANNOTATION: str(size), OF_CLUSTER: cluster}}
         await asyncio.to_thread(self._call, name, {"metadata": metadata, "spec": {"replicas": size}})
 
     def _call(self, name: str, change: dict[str, Any] | None) -> Any:
@@ -109,20 +114,21 @@ class PoolObjects:
         wanted = (await self._registry.wanted()).get(pool)
         if wanted is None:  # the registry has lost it; the supervisor writes it back
             return
+        cluster = self._registry.cluster
         found = await self._api.read(name := f"{self._prefix}-{pool}")
-        size = agree(found, wanted, LEAST[pool], self._follows)
+        size = agree(found, wanted, LEAST[pool], self._follows, cluster)
         if size != wanted:
             log.info("pool_objects.scaled", pool=pool, size=size, before=wanted)
             await self._registry.set_wanted({pool: size})
-        if (found.replicas, found.agreed) != (size, size):
-            await self._api.write(name, size, found.version)
+        if (found.replicas, found.agreed, found.cluster) != (size, size, cluster):
+            await self._api.write(name, size, cluster, found.version)
 
 
 def _object(answer: Any) -> PoolObject:
     """Raises Unavailable."""
     try:
-        agreed = (answer["metadata"].get("annotations") or {}).get(ANNOTATION, "")
-        replicas = int(answer["spec"].get("replicas", 1))
-        return PoolObject(replicas, int(agreed) if agreed.isdigit() else None, answer["metadata"]["resourceVersion"])
+        written, version = answer["metadata"].get("annotations") or {}, answer["metadata"]["resourceVersion"]
+        agreed, replicas = written.get(ANNOTATION, ""), int(answer["spec"].get("replicas", 1))
+        return PoolObject(replicas, int(agreed) if agreed.isdigit() else None, version, written.get(OF_CLUSTER, ""))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Unavailable(f"not a deployment: {error!r}") from error

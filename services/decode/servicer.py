@@ -109,10 +109,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await call.emit(_ended(sequence, result.transfer))
 
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
-        """Checks the adapter's content against the one that the router means: the loaded adapter, or the one that
-        generated the tokens so far."""
+        """Refuses an adapter that this worker lacks, as while an upgrade adds it, or that has other content here than
+        the router means: that of the loaded adapter, or of the one that generated the tokens so far."""
         name, meant = request.adapter.name, request.adapter.fingerprint
-        if meant and (why := self._worker.adapters.lacks(name, meant)):
+        if name and (why := self._worker.adapters.lacks(name, meant)):
             raise Unavailable(f"{self._worker.worker_id} {why}", reason="OTHER_ADAPTER")
 
     async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:

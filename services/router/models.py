@@ -119,6 +119,10 @@ class Models:
         """Whether a request could be served now."""
         return any(model.served.ready() for model in self._models)
 
+    def reached(self) -> bool:
+        """Whether a decode worker of any model has answered this router."""
+        return any(model.pools.reached for model in self._models)
+
     def lacks_new_pools(self) -> bool:
         """Whether a model has no decode worker here, but may have some at another router: a ready one that serves other
         models with this one has no record in this model's pools, as in an upgrade that gives it other pools."""

@@ -212,10 +212,11 @@ class Router:
         await asyncio.shield(self._ended)
 
     def _ready(self) -> bool:
-        """For /readyz and the router's record: whether a decode worker has ever been ready, and one of each model whose
-        pools a ready router does not know, as in an upgrade; so routers that wait do not wait for each other. Later
-        losses do not count: all routers see the same workers, and without any router clients would get no answer."""
-        self._had_workers = self._had_workers or (self.models.ready() and not self.models.lacks_new_pools())
+        """For /readyz and the router's record: whether a decode worker has ever answered, and one was ready of each
+        model whose pools a ready router does not know, as in an upgrade; so routers that wait do not wait for each
+        other. Later losses do not count: all routers see the same workers, and without any router clients would get
+        no answer."""
+        self._had_workers = self._had_workers or (self.models.reached() and not self.models.lacks_new_pools())
         return self._had_workers and not self._stopped
 
     async def stop(self, grace_s: float) -> None:

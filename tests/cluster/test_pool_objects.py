@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.kuberay.pool_objects import ANNOTATION, Api, PoolObject, PoolObjects, agree
+from cluster.kuberay.pool_objects import ANNOTATION, OF_CLUSTER, Api, PoolObject, PoolObjects, agree
 from cluster.state.registry import Registry
 from tandem.errors import PreconditionFailed, Unavailable
 
@@ -112,7 +112,25 @@ def test_whoever_changed_the_size_is_followed(
 ) -> None:
     """The driver follows whichever of object and registry has changed; a size that is not permitted, or that another
     owner sets, is reverted."""
-    assert agree(PoolObject(replicas, agreed, "1"), wanted, 1, follows) == size
+    assert agree(PoolObject(replicas, agreed, "1", "demo"), wanted, 1, follows, "demo") == size
+
+
+async def test_a_pool_keeps_its_size_when_its_cluster_gets_another_name(
+    server: ApiServer, api: Api, registry: Registry
+) -> None:
+    """An upgrade to another checkpoint makes another cluster, whose wanted sizes are only the initial ones. The control
+    is the same cluster, and an object that an older driver wrote."""
+    await registry.set_wanted({"prefill": 1, "decode": 1})
+    objects = PoolObjects(api, registry, "demo", follows=True)
+    for cluster, size in (("former", 12), (registry.cluster, 1), ("", 1)):
+        await registry.set_wanted({"decode": 1})
+        server.scale("decode", 12)
+        written = {ANNOTATION: "12", **({OF_CLUSTER: cluster} if cluster else {})}
+        server.objects["demo-decode"]["metadata"]["annotations"] = written
+        await objects._one("decode")
+        assert (await registry.wanted())["decode"] == server.size("decode") == size
+        agreed = {ANNOTATION: str(size), OF_CLUSTER: registry.cluster}
+        assert server.objects["demo-decode"]["metadata"]["annotations"] == agreed
 
 
 async def test_every_way_to_scale_ends_at_the_same_sizes(
@@ -148,7 +166,10 @@ async def test_every_way_to_scale_ends_at_the_same_sizes(
         server.scale("decode", 0)
         await registry.set_wanted({"prefill": 1})
         await until(1, 5)
-        assert server.objects["demo-decode"]["metadata"]["annotations"] == {ANNOTATION: "5"}
+        assert server.objects["demo-decode"]["metadata"]["annotations"] == {
+            ANNOTATION: "5",
+            OF_CLUSTER: registry.cluster,
+        }
         assert not running.done()
     finally:
         running.cancel()

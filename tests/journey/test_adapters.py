@@ -467,6 +467,32 @@ async def test_a_stream_does_not_go_on_with_other_content(
         assert len(await resumed(cluster, prompt, fingerprints["blue"])) == 4
 
 
+@pytest.mark.parametrize("prefill", [0, 4])
+async def test_an_adapter_that_an_upgrade_adds_is_served_by_the_workers_that_have_it(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path, prefill: int
+) -> None:
+    """The router has the new settings, and some workers the former ones: each refuses at once, which is no attempt, and
+    others are asked. Once none has the adapter, the request is given up, as one that may be sent again."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    async with inside(adapters={"red": given["red"]}, prefill=0, decode=0) as cluster:
+        new = cluster.settings
+        cluster.settings = new.model_copy(update={"adapters": {}})
+        await cluster.start_worker("decode-0")
+        for number in range(prefill):
+            await cluster.start_worker(f"prefill-{number}")
+        cluster.settings = new
+        await cluster.start_worker("decode-1")
+        await cluster.seen(2 + prefill)
+        for _ in range(4):
+            done = await cluster.client.generate(prompt, adapter="red", max_tokens=NEW, ignore_eos=True)
+            assert done.token_ids == expected(references, "red", prompt)
+            assert (done.receipt.decode_worker, done.receipt.attempts) == ("decode-1", 1)
+        await cluster.workers.pop("decode-1").stop(0.0)
+        await cluster.seen(1 + prefill)
+        with pytest.raises(Unavailable, match="does not have the adapter red"):
+            await cluster.client.generate(prompt, adapter="red", max_tokens=NEW)
+
+
 # ---- HTTP
 
 

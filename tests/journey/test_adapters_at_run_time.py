@@ -297,12 +297,12 @@ async def test_a_decode_worker_without_the_adapter_serves_all_other_requests(
         await cluster.client.load_adapter("red", "red")
         await lacking(cluster, "decode-1", tmp_path)
         await cluster.seen(2)
-        attempts = [
-            (await cluster.client.generate([5, 6, number], adapter="red", max_tokens=2)).receipt.attempts
-            for number in range(4)
+        receipts = [
+            (await cluster.client.generate([5, 6, number], adapter="red", max_tokens=2)).receipt for number in range(4)
         ]
-        assert 2 in attempts, "decode-1 has refused one of them"
-        assert max(attempts) == 2
+        notes = {note for receipt in receipts for note in receipt.notes}
+        assert any("decode-1 does not have" in note for note in notes), "it has refused one of them"
+        assert {receipt.attempts for receipt in receipts} == {1}
         await cluster.workers.pop("decode-0").stop(0.0)
         done = await cluster.client.generate([5, 6, 7], max_tokens=2, timeout=2.5)
         assert (done.receipt.decode_worker, done.receipt.attempts) == ("decode-1", 1)
@@ -321,7 +321,7 @@ async def test_a_prefill_worker_without_the_adapter_serves_all_other_requests(
         await lacking(cluster, "prefill-1", tmp_path)
         await cluster.seen(2)
         done = await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2)
-        assert (done.receipt.path, done.receipt.attempts) == ("local", 2)
+        assert (done.receipt.path, done.receipt.attempts) == ("local", 1)
         done = await cluster.client.generate([5, 6, 7], max_tokens=2)
         assert (done.receipt.path, done.receipt.prefill_worker) == ("disaggregated", "prefill-1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import grpc
 import grpc.aio
 import httpx2
 import pytest
+from pydantic import SecretStr
 
+from services import launch
 from services.cluster_credentials import to_workers
 from services.grpc_server import Channels
 from tandem.async_client import AsyncClient
@@ -19,6 +22,7 @@ from tandem.rpc.channel import Tls
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.support import certificates, oracle
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,28 @@ async def test_inside_nobody_is_answered_without_a_certificate(inside: Any, tiny
                     await stub.GetPeer(prefill_pb2.GetPeerRequest(), timeout=30)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             await channels.close()
+
+
+@pytest.mark.parametrize("change", ["certificates", "token"])
+async def test_a_router_that_reaches_no_worker_is_not_ready(inside: Any, pems: Path, change: str) -> None:
+    """As in an upgrade that switches encryption on, or changes the token: the former routers serve until a worker is
+    there that this one reaches, whose later loss does not count. The control is the router beside it, which has the
+    workers' settings."""
+    async with inside(prefill=0, cluster_token=SecretStr("a-token-of-24-characters")) as cluster:
+        await until(cluster.router._ready)
+        token = {"cluster_token": SecretStr("b-token-of-24-characters")}
+        changed = cluster.settings.model_copy(update=inner(pems) if change == "certificates" else token)
+        router: Any = await launch.start("router", changed, "router-1")
+        try:
+            await until(router.models.ready)
+            await asyncio.sleep(1.0)
+            assert not router._ready()
+            worker: Any = await launch.start("decode", changed, "decode-1")
+            await until(router._ready)
+            await worker.stop(0.0)
+            assert router._ready()
+        finally:
+            await router.stop(0.0)
 
 
 def test_half_of_a_pair_is_refused(pems: Path) -> None:

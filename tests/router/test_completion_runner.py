@@ -99,6 +99,36 @@ async def test_a_request_that_cannot_be_sent_waits_and_is_then_given_up(monkeypa
     assert completion.timeline._retries == pytest.approx(calls * CALL_S)  # each is counted once
 
 
+class Lacking(Unreachable):
+    """Five decode workers without the request's adapter."""
+
+    @asynccontextmanager
+    async def placed(self, *_: Any, **__: Any) -> AsyncIterator[Placement]:
+        yield Placement(replace(DECODE, worker_id=f"decode-{self.calls % 5}"), None)
+
+    @asynccontextmanager
+    async def decode(self, *_: Any) -> AsyncIterator[Any]:
+        self.calls += 1
+        raise Unavailable("it does not have the adapter", reason="OTHER_ADAPTER")
+        yield
+
+    def rejected(self, *_: Any, full: bool) -> None:
+        assert not full, "it has room for others"
+
+
+async def test_each_worker_may_say_once_that_it_lacks_an_adapter() -> None:
+    """During an upgrade many do, and the last one may have it. A worker that is asked again, because no other is there,
+    has failed the attempt."""
+    parts: Any = Lacking("")
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(monotonic()), over=nothing)
+    runner = CompletionRunner(Settings(model="toy", max_attempts=3), parts, parts, parts, parts)
+    with pytest.raises(Unavailable, match="given up after 3 attempts"):
+        await runner.run(completion, monotonic() + 10.0)
+    assert (parts.calls, len(request.notes)) == (5 + 3, 5 + 3)
+
+
 async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: another loss of the same worker counts at once."""
     calls, _ = await calls_until_given_up(monkeypatch, "DECODE_LOST", queue_timeout_s=10.0)

@@ -17,7 +17,7 @@ from cluster.state.registry import WorkerRecord
 from services.router.frontend.job_runner import MAX_HOMELESS_S, MAX_RUNNING, JobRunner, _Running, goes_on
 from services.router.preprocess.request import ResumeState
 from services.router.tenancy.rate_limits import RateLimits
-from tandem.errors import PreconditionFailed, Unavailable
+from tandem.errors import NotFound, PreconditionFailed, Unavailable
 from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
 
 GIVEN: Any = SimpleNamespace
@@ -113,6 +113,24 @@ async def test_a_job_is_not_run_with_another_vocabulary(kept: str, now: str, run
     for waited_s, error in ((0.0, Unavailable), (MAX_HOMELESS_S + 1, PreconditionFailed)):
         job.homeless_since = time.monotonic() - waited_s if waited_s else None
         with pytest.raises(error) as refused:
+            await runner._attempt(job)
+        assert refused.value.reason == "JOB_OF_OTHER_MODEL"
+    assert journal.calls == []
+
+
+async def test_a_job_of_a_model_that_an_upgrade_adds_waits_at_a_router_of_before() -> None:
+    """It may claim the job of a new router that was lost, and releases it when it leaves. After some time the job
+    fails: its model is no longer served."""
+
+    def unknown(name: str) -> Any:
+        raise NotFound(f"there is no model {name!r}")
+
+    journal = Journal()
+    runner = JobRunner(GIVEN(named=unknown), RateLimits(None), GIVEN(**members(journal)))
+    job = job_of(generation_pb2.GenerateRequest(model="new"))
+    for waited_s, error in ((0.0, Unavailable), (MAX_HOMELESS_S + 1, PreconditionFailed)):
+        job.homeless_since = time.monotonic() - waited_s if waited_s else None
+        with pytest.raises(error, match="no model 'new'") as refused:
             await runner._attempt(job)
         assert refused.value.reason == "JOB_OF_OTHER_MODEL"
     assert journal.calls == []

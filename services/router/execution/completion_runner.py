@@ -41,10 +41,11 @@ from tandem.v1 import decode_pb2
 log = structlog.get_logger(__name__)
 
 TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/prefill_stream.py)
+OTHER_ADAPTER = "OTHER_ADAPTER"  # likewise: the worker lacks the adapter, which it says at once
 # Likewise, of a worker that serves others and not this request: it has not its adapter, cannot load it or has no slot
 # for it, compiles no grammar now, or is too small.
 UNSUITED = (
-    *("OTHER_ADAPTER", "RANK_WITHOUT_ADAPTER", "GRAMMARS_STUCK"),
+    *(OTHER_ADAPTER, "RANK_WITHOUT_ADAPTER", "GRAMMARS_STUCK"),
     *("PREFILL_GRAMMARS_STUCK", "PREFILL_TOO_LARGE", "PREFILL_NO_ADAPTER_SLOT"),
     *("PREFILL_CHECKPOINT_REFUSED", "PREFILL_RANK_WITHOUT_ADAPTER"),
 )
@@ -119,11 +120,9 @@ class CompletionRunner:
                 timeline.refused()
                 return
             except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
-                if isinstance(error, Busy) and error.reason not in UNSUITED:
-                    self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
+                if self._refused(error, placement, request):
                     timeline.refused()
                     return
-                self._blame(error, placement, request)
                 if request.generated - before < 2:
                     self._poison.failed(request, error, placement, began, alone)
                 if alone and error.reason == DECODE_UNREACHABLE and timeline.spare():  # it may still have waited
@@ -170,6 +169,20 @@ class CompletionRunner:
             reason = NOT_SENT if error.reason == NOT_SENT else lost
             raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
         self._scheduler.observe_path(placement, timeline.path_latency())
+
+    def _refused(self, error: TandemError, placement: Placement, request: Request) -> bool:
+        """Whether a worker refused at once what another may take: it has no room, or lacks the adapter, which each says
+        once. Otherwise the attempt has failed, and a worker is blamed."""
+        if isinstance(error, Busy) and error.reason not in UNSUITED:
+            self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
+            return True
+        known = len(request.unsuited)
+        self._blame(error, placement, request)
+        if error.reason != OTHER_ADAPTER or len(request.unsuited) == known:
+            return False
+        self._scheduler.rejected(placement, full=False)
+        request.notes.append(error.message)
+        return True
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 from typing import Any
 
+from cluster.state.registry import WorkerRecord
 from services.grpc_server import Channels
 from services.router.routing.placement import WorkerSnapshot
 from tandem.errors import TandemError, Unauthenticated, WorkerLost
@@ -82,7 +83,9 @@ class Substream:
 class StreamMux:
     """One feed: its call, and the substreams on it."""
 
-    def __init__(self, worker: WorkerSnapshot, stub: decode_pb2_grpc.DecodeServiceStub, interval_s: float) -> None:
+    def __init__(
+        self, worker: WorkerSnapshot | WorkerRecord, stub: decode_pb2_grpc.DecodeServiceStub, interval_s: float
+    ) -> None:
         self.id = secrets.token_hex(8)
         self.over = False
         self._worker = worker
@@ -183,7 +186,7 @@ class StreamMuxes:
             finally:
                 call.cancel()
 
-    async def of(self, worker: WorkerSnapshot) -> StreamMux:
+    async def of(self, worker: WorkerSnapshot | WorkerRecord) -> StreamMux:
         """The open feed of this incarnation of a worker. Raises WorkerLost."""
         key = (worker.worker_id, worker.incarnation)
         mux = self._muxes.get(key)

@@ -29,6 +29,7 @@ from tandem.errors import (
     DataLoss,
     DeadlineExceeded,
     InternalError,
+    NotFound,
     NoWorker,
     PreconditionFailed,
     ResumeFailed,
@@ -48,7 +49,7 @@ MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
 MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
 LEASE_S = 6.0
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # between two attempts of a job
-MAX_HOMELESS_S = 600.0  # after which a job fails if its model has another vocabulary or computes other tokens
+MAX_HOMELESS_S = 600.0  # after which a job fails if its model is unknown, of another vocabulary, or has other tokens
 TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # a later attempt may succeed
 
 
@@ -61,7 +62,7 @@ class _Running:
     delay_s: float = MIN_RETRY_S
     charged: bool = False  # whether its prompt was charged to its tenant
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
-    homeless_since: float | None = None  # since when its model has another vocabulary or computes other tokens
+    homeless_since: float | None = None  # since when its model is unknown or another one, see MAX_HOMELESS_S
 
     @property
     def prompt_tokens(self) -> int:
@@ -193,7 +194,10 @@ class JobRunner:
 
     async def _attempt(self, job: _Running) -> None:
         """Continues after the stored tokens. Raises an error that ends the attempt early."""
-        model = self._models.named(job.kept.request.model)
+        try:
+            model = self._models.named(job.kept.request.model)
+        except NotFound as error:  # of a model that an upgrade adds: routers with it will run the job
+            raise _homeless(job, error.message) from error
         key = self._rate_limits.named(job.kept.tenant)
         stored = ResumeState()
         async for page in self._journal.pages(job.record.job_id):
@@ -239,7 +243,8 @@ class JobRunner:
             log.warning("job.not_kept", job=job_id, why=outcome.value)
         return outcome is Kept.KEPT
 
-    def _check_model(self, job: _Running, model: Model, stored: ResumeState) -> None:
+    @staticmethod
+    def _check_model(job: _Running, model: Model, stored: ResumeState) -> None:
         """Raises Unavailable while the model has another vocabulary than the job, or no decode worker computes the same
         remaining tokens (during an upgrade, which may be reverted), and PreconditionFailed after some time."""
         workers = model.served.decode_workers()
@@ -252,10 +257,15 @@ class JobRunner:
         else:
             job.homeless_since = None
             return
-        job.homeless_since = job.homeless_since or monotonic()
-        if monotonic() - job.homeless_since > MAX_HOMELESS_S:
-            raise PreconditionFailed(what, reason="JOB_OF_OTHER_MODEL")
-        raise Unavailable(what, reason="JOB_OF_OTHER_MODEL")
+        raise _homeless(job, what)
+
+
+def _homeless(job: _Running, why: str) -> TandemError:
+    """The error with which a job waits for workers or a router that can run it, and after some time the one that ends
+    it."""
+    job.homeless_since = job.homeless_since or monotonic()
+    kind = Unavailable if monotonic() - job.homeless_since <= MAX_HOMELESS_S else PreconditionFailed
+    return kind(why, reason="JOB_OF_OTHER_MODEL")
 
 
 def _check_accepted(job: _Running, facts: ModelFacts) -> None:
