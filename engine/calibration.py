@@ -25,9 +25,9 @@ def pace(model: ModelRunner, longest: int, max_running: int, block_size: int) ->
         for _ in range(sequences):
             batch.add([at % model.vocab_size for at in range(first, first + count)], first, table, [count - 1])
         batch.slots = list(range(sequences))
-        model.forward(pages, batch)
+        model.forward(pages, batch).cpu()  # on a GPU waits for it; the next one's time would include it
         start = perf_counter()
-        model.forward(pages, batch).cpu()  # on a GPU: waits for it
+        model.forward(pages, batch).cpu()
         return perf_counter() - start
 
     prompt = seconds(0, length)
@@ -39,7 +39,7 @@ def pace(model: ModelRunner, longest: int, max_running: int, block_size: int) ->
 def captured_seconds(engine: Engine) -> float:
     """Of a step of one stream, the second time; in a block and with states that no sequence has yet."""
     batch = Batch([0], [1], [1], [2], [[0]], [0], slots=[engine.config.max_running])
-    engine.forward(batch)
+    engine.forward(batch).cpu()  # as in `pace`
     start = perf_counter()
-    engine.forward(batch).cpu()  # waits for the device
+    engine.forward(batch).cpu()
     return perf_counter() - start

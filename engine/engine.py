@@ -222,7 +222,6 @@ class Engine:
         tokens, no_memory = sum(chunk.tokens for chunk in plan) + drafts, out_of_memory(error)
         if self.model.device.type == "cuda":  # not yet run on a GPU
             torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
-            torch.cuda.empty_cache()
         self.ahead.abandon()
         if faults := self.check():
             log.error("after a failed step the ledger does not balance: %s", "; ".join(faults))

@@ -223,6 +223,8 @@ def _batches(model: ModelRunner) -> list[Batch]:
         [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
         [(0, 3)],  # a chunk in the middle of a prompt, without logits
     ]
+    if model.cuda_products:  # steps of up to 16, up to 64 and more rows have kernels of their own, compiled here
+        shapes[-1:-1] = [[(0, 40)], [(0, 100)]]
     rng = random.Random(0)
     batches: list[Batch] = []
     for number, shape in enumerate(shapes, 1):

@@ -64,6 +64,10 @@ def run(plan: Plan, device: str, folder: Path) -> int:
             for name in ready:
                 local.address(name)  # raises with its last words if it has ended
             local.wait_seen("router-0", len(ready))
+            for name in ready:
+                for line in local.last_words(name).splitlines():
+                    if "KV pool:" in line:
+                        print(f"{name}: {line}", flush=True)
         print(f"three workers ready after {perf_counter() - start:.0f} s", flush=True)
         answers = []
         for local, workers in ((alone, ("decode-0",)), (pair, ("prefill-0", "decode-0"))):
@@ -92,7 +96,8 @@ def ask(plan: Plan, vocab: int, target: str) -> list[Completion]:
             whole: Completion = client.generate(prompts[number], max_tokens=plan.output, timeout=TIMEOUT_S, **options)
             return whole
 
-        client.generate(chosen.choices(range(vocab), k=plan.prompt), max_tokens=2, timeout=TIMEOUT_S)
+        first = client.generate(chosen.choices(range(vocab), k=plan.prompt), max_tokens=2, timeout=TIMEOUT_S)
+        print(f"transfer of the first: {first.receipt.transfer}", flush=True)
         start = perf_counter()
         try:
             answers = list(threads.map(answer, range(plan.requests)))

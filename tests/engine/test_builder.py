@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine import builder
+from engine import builder, calibration
 from engine.builder import _device, _dtype, _largest_step, token_budget
 from engine.core.step_time import PROMPTS_S
 from engine.loading.model_loader import load_model
@@ -99,6 +99,22 @@ def test_memory_is_measured_with_the_longest_context_on_cuda(device: torch.devic
     batch, blocks = _largest_step(cast(ModelRunner, model), settings)
     batch.check(settings.block_size, blocks)
     assert (batch.positions, batch.context_lens, blocks) == ([*range(done, done + 32)], [done + 32], 2)
+
+
+def test_a_step_is_timed_from_an_idle_device() -> None:
+    """A forward returns before a GPU has computed it: the warm-up would be in the time of the step after it."""
+    done: list[str] = []
+    logits = SimpleNamespace(cpu=lambda: done.append("waits"))
+
+    def forward(*_: object) -> Any:
+        done.append("queued")
+        return logits
+
+    engine: Any = SimpleNamespace(config=SimpleNamespace(max_running=1), forward=forward)
+    calibration.captured_seconds(engine)
+    model: Any = SimpleNamespace(vocab_size=9, allocate=lambda *_: None, forward=forward)
+    calibration.pace(model, 31, 4, 16)
+    assert done == ["queued", "waits"] * 8, "two forwards of each of four steps"
 
 
 def test_pages_are_not_put_into_memory_that_no_other_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:

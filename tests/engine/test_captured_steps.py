@@ -126,6 +126,23 @@ def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvC
         assert step.slot_offset.tolist()[rows:] == step.input_ids[0].tolist()[rows:] == [0] * (6 - rows)
 
 
+def test_the_check_of_a_step_keeps_no_copy_of_random_kv(
+    model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU no memory is set aside for one, beside a pool that has taken what is free. On CPU there is one copy for
+    each step, of what the uncaptured step wrote: all bits are compared."""
+    copied: list[torch.dtype] = []
+    clone = torch.Tensor.clone
+
+    def noted(each: torch.Tensor, **how: Any) -> torch.Tensor:
+        copied.append(each.dtype)
+        return clone(each, **how)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    decode = made(model, pages)
+    assert copied.count(pages.buffer.dtype) == len(decode.sizes)
+
+
 @CAPTURES
 def test_the_spare_block_reaches_nobody(capture: captured_steps.Capture, model: ModelRunner, pages: KvCache) -> None:
     """Whatever it holds, including NaN, and whatever the padding rows compute from it."""
@@ -223,6 +240,22 @@ def test_a_recording_that_is_wrong_or_fails_does_not_serve(
     """It is compared with the step over another batch than the recorded one; the reason is reported."""
     with pytest.raises(Uncapturable, match=why):
         made(model, pages, capture)
+
+
+def test_control_a_capture_that_writes_no_kv_does_not_serve(model: ModelRunner, pages: KvCache) -> None:
+    """What the uncaptured step wrote is gone before the captured one runs."""
+
+    def forgetful(call: Call) -> Call:
+        def replay() -> torch.Tensor:
+            before = pages.buffer.clone()
+            logits = call()
+            pages.buffer.copy_(before)
+            return logits
+
+        return replay
+
+    with pytest.raises(Uncapturable, match="differs from the step itself"):
+        made(model, pages, forgetful)
 
 
 def test_what_plans_on_the_host_is_not_captured(checkpoint: Callable[[str], Path]) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,29 @@ def test_one_failed_step_changes_no_token(
     assert len(failed) == 1
     assert [one.tokens for one in sequences] == expected
     assert all(len(one.prompt_logprobs) == one.prompt_len - 1 for one in sequences if one.sampling.prompt_logprobs)
+
+
+def test_a_step_that_failed_on_a_gpu_asks_nothing_of_its_allocator(
+    model: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a capture that CUDA gave up it may raise, which would end the engine in place of a retry. Control: a device
+    whose context has ended is found."""
+    engine = build(model)
+    for one in crowd()[:2]:
+        engine.add(one)
+    plan, error = engine._plan(), RuntimeError("a bad moment")
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", raises)
+    monkeypatch.setattr(engine, "model", SimpleNamespace(device=torch.device("cuda")))
+    assert engine._failed(plan, 0, [], error) == []
+    assert engine.retries
+    monkeypatch.setattr(torch.cuda, "synchronize", raises)
+    with pytest.raises(RuntimeError):
+        engine._failed(plan, 0, [], error)
 
 
 @pytest.mark.parametrize("place", range(COUNT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from engine.gpu import layers, products
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.products import Tiling, linear
 from engine.kernels import modules
+from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model
+from engine.runner import traced_forward
 from loadtest.harness.random_checkpoints import make_checkpoint
 from tests.engine.test_gpu_recording import SMALL
 
@@ -73,6 +76,22 @@ def test_a_rows_bits_follow_from_the_row(dtype: torch.dtype) -> None:
     for rows in (slice(5, 6), slice(1, 4), slice(0, products.FEW), slice(1, MANY)):
         assert torch.equal(linear(x[rows], weight, bias, beside[rows]), together[rows]), rows
     assert torch.equal(linear(x.flip(0), weight, bias, beside.flip(0)), together.flip(0))
+
+
+@pytest.mark.parametrize("reach", [FullAttentionSpec(), SlidingWindowSpec(128), SlidingWindowSpec(4096)], ids=str)
+def test_a_recording_is_compared_in_steps_of_every_tile(reach: Reach) -> None:
+    """Each tile is a kernel of its own: the first request with as many tokens would wait for the compiler. Control:
+    where torch's products serve, there is one forward for all and no further step."""
+    facts = (CallFacts(8, 32, 128, 128, reach, None, False, 0.1),)
+    model: Any = SimpleNamespace(max_model_len=8192, facts=facts, lora=None, vocab_size=99, cuda_products=True)
+    rows = [len(batch.token_ids) for batch in traced_forward._batches(model)[1:]]
+
+    def tiles(counts: list[int]) -> set[int]:
+        return {Tiling.of(count, 4096, torch.bfloat16, 90).rows for count in counts}
+
+    assert tiles(rows) == tiles([1, 40, 200])
+    model.cuda_products = False
+    assert len(traced_forward._batches(model)) == len(rows) - 1
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -339,6 +340,35 @@ def test_control_each_difference_of_a_pair_is_counted(changes: dict[str, Any], h
         return SimpleNamespace(**own, receipt=SimpleNamespace(**receipt | given))
 
     assert device_handoff.report([answer()], [answer(**changes)], held) == wrong
+
+
+def test_a_handoff_shows_each_workers_pool_and_the_time_of_the_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a worker measures its pool, and only its first read opens the memory of the other one."""
+    pair, last = {"path": "disaggregated", "attempts": 1, "notes": [], "ttft": 0.1, "tpot": 0.01}, "nothing else"
+    reads = iter(range(100))
+
+    class Local(MagicMock):
+        def last_words(self, name: str) -> str:
+            return f"loading\nKV pool: 7 blocks of {name}\n{last}\n"
+
+    def generate(*_: object, **__: object) -> Any:
+        return SimpleNamespace(token_ids=[1], receipt=SimpleNamespace(**pair, transfer=f"read {next(reads)}"))
+
+    client = MagicMock(generate=generate)
+    client.__enter__.return_value = client
+    client.audit.return_value = SimpleNamespace(unreachable={}, ledgers=[])
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    monkeypatch.setattr(device_handoff, "make_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(device_handoff, "Local", Local)
+    monkeypatch.setattr(device_handoff, "Client", lambda _: client)
+    assert device_handoff.run(replace(device_handoff.TINY, requests=1), "cpu", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    workers = ("decode-0", "prefill-0", "decode-0")
+    assert [line for line in lines if "pool" in line] == [f"{name}: KV pool: 7 blocks of {name}" for name in workers]
+    assert not [line for line in lines if last in line]
+    assert "transfer of the first: read 2" in lines
 
 
 def test_control_a_process_that_dies_is_one_wrong_check(monkeypatch: pytest.MonkeyPatch) -> None:
