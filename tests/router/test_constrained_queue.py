@@ -293,13 +293,14 @@ class Lines:
 
     def add(self, tokens: int, **about: Any) -> WaitingRequest:
         """Adds a request to its line, by way of the queue."""
-        request = a_request(tokens=tokens, **about)
-        self.queue.add(request)
+        request = self.arrived(tokens=tokens, **about)
+        self.move(request)
+        return request
+
+    def move(self, request: WaitingRequest) -> None:
         line = constraint(request, self.decodes)
         assert line
-        self.queue.remove(request)
         self.constrained.add(request, line)
-        return request
 
     def arrived(self, **about: Any) -> WaitingRequest:
         request = a_request(**about)
@@ -313,14 +314,16 @@ class Lines:
 
 def test_lines_that_share_a_worker_have_it_in_turn() -> None:
     """The first of a line that came later, too, is kept from the workers that an earlier one waits for, and only from
-    those; the next of an earlier line may be behind it. Who came before either is kept from none."""
+    those; the next of an earlier line may be behind it. Who comes before either is kept from none."""
     lines = Lines()
-    before = lines.arrived()
+    before = lines.arrived(priority=-1)
     longest, long, second = lines.add(3000), lines.add(1500), lines.add(3500)
     after = lines.arrived()
     assert (lines.constrained.firsts(), len(lines.constrained), lines.constrained.tokens) == ([longest, long], 3, 8000)
     assert [lines.kept_from(one) for one in (before, longest, long)] == [set(), set(), {"longest"}]
     assert lines.kept_from(after) == {"long", "longest"}
+    assert lines.constrained.firsts(before) == []
+    assert lines.constrained.firsts(after) == [longest, long]
     assert lines.constrained.before(a_request(tokens=3200), lines.decodes) == (1, 3000)
     assert lines.constrained.before(a_request(), lines.decodes) == (0, 0)
     lines.constrained.remove(longest)
@@ -377,20 +380,111 @@ def test_a_tenant_that_gets_tokens_back_may_come_first_in_a_line() -> None:
     assert lines.constrained.firsts() == [second]
 
 
-def test_all_of_a_line_that_can_begin_do() -> None:
-    """One after another, while another line waits."""
+@pytest.mark.parametrize(
+    ("about", "before", "overtaken_by", "suits"),
+    [
+        ({"tokens": 3000}, [], [3000], {"longest"}),
+        ({"unsuited": {("longest", "a")}}, [900], [], {"short", "long"}),
+    ],
+)
+def test_a_request_that_moves_to_a_line_keeps_its_place(
+    about: dict[str, Any], before: list[int], overtaken_by: list[int], suits: set[str]
+) -> None:
+    """It was the first of its tenant's in the queue: the others, which came later or are longer, are kept from its
+    workers, as is who comes after it has moved."""
     lines = Lines()
-    blocked, one, two = lines.add(1500), lines.add(3000), lines.add(3000)
-    begun = []
+    others = [lines.arrived(tokens=tokens) for tokens in before]
+    first = lines.arrived(**about)
+    for tokens in overtaken_by:
+        lines.queue.place(lines.arrived(tokens=tokens))
+    others.append(lines.arrived(tokens=20))
+    assert lines.queue.first() is first
+    lines.move(first)
+    others.append(lines.arrived())
+    assert [lines.kept_from(one) for one in others] == [suits] * len(others)
+    assert lines.kept_from(first) == set()
 
-    def begins(first: WaitingRequest) -> bool:
-        if first is blocked:
-            return False
-        begun.append(first)
-        return lines.constrained.place(first)
 
-    lines.constrained.try_each(begins)
-    assert (begun, len(lines.constrained)) == ([one, two], 1)
+def test_requests_that_move_to_a_line_overtake_a_longer_one_by_no_more_tokens_than_it_has() -> None:
+    """It is the first of the queue then, however many more come that are shorter."""
+    lines = Lines()
+    waits, moved = lines.arrived(tokens=100), 0
+    for _ in range(30):
+        lines.arrived(unsuited={("longest", "a")})
+        first = lines.queue.first()
+        assert first
+        if first is not waits:
+            lines.move(first)
+            moved += 1
+    assert moved == 9
+    assert lines.queue.first() is waits
+
+
+def test_a_request_that_moves_to_a_line_costs_its_tenant_nothing() -> None:
+    """Neither its others in the queue, nor its next one, because the tenant was not away. One that was is level with
+    the latest that was placed, also where a line placed it."""
+    lines = Lines()
+    lines.queue.charge("heavy", 5000)
+    lines.add(3000, tenant="heavy")
+    light = lines.arrived(tenant="light")
+    lines.add(3000, tenant="light")
+    assert lines.queue.order(light)[2] == 0
+    lines.queue.remove(light)
+    lines.queue.charge("other", 7000)
+    lines.arrived(tenant="other")
+    assert lines.queue.order(lines.arrived(tenant="light"))[2] == 0
+    lines = Lines()
+    lines.queue.charge("heavy", 5000)
+    heavy = lines.add(3000, tenant="heavy")
+    assert lines.constrained.place(heavy)
+    assert lines.queue.order(lines.arrived(tenant="away"))[2] == 8000
+
+
+@pytest.mark.parametrize("how", [{"priority": 0}, {"priority": 1, "begun": True, "begun_with": Begun("L")}])
+async def test_who_comes_before_the_first_of_a_line_has_its_worker_before_it(how: Any) -> None:
+    """An urgent request, or a lost stream, beside a line for the only worker with a long context: it has the next
+    place there."""
+    scheduler, order = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig()), list[str]()
+
+    async def ask(name: str, tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            order.append(name)
+
+    async with AsyncExitStack() as stack:
+        async with scheduler.placed(2000, 2010, 60.0):
+            for _ in range(2):  # decode-0 is full from here on
+                await stack.enter_async_context(scheduler.placed(10, 20, 60.0))
+            line = asyncio.create_task(ask("line", 2000, priority=1))
+            await asyncio.sleep(0.05)
+            first = asyncio.create_task(ask("first", 10, **how))
+            await asyncio.sleep(0.05)
+            assert scheduler.waiting() == 2
+        await asyncio.wait_for(asyncio.gather(line, first), 30.0)
+    assert order == ["first", "line"]
+
+
+async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> None:
+    """Their worker came free: tokens of streams do not wait until everybody has a place. Another line waits on."""
+    full = replace(LONG, max_running=100, running=100, blocks_total=10_000)
+    view = seen(replace(RECORD, running=2), full)
+    scheduler = RequestScheduler(view, 60.0, RoutingConfig())
+
+    async def ask(tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(ask(10, unsuited={("decode-1", "a")}))]
+    tasks += [asyncio.create_task(ask(2000)) for _ in range(50)]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(scheduler._constrained) == 51
+    view.workers = {**view.workers, "decode-1": replace(full, running=0, beat=2.0)}
+    await scheduler.keep_up()
+    assert scheduler.waiting() == 51 - module.PLACEMENTS_PER_SLICE
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert scheduler.waiting() == 1
+    await asyncio.gather(*map(end, tasks))
 
 
 async def test_the_expected_wait_counts_the_line_that_a_request_would_join() -> None:

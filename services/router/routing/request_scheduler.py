@@ -164,8 +164,8 @@ class RequestScheduler:
             self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
 
     def rejected(self, placement: Placement, *, full: bool = True) -> None:
-        """The decode worker refused the request, which will be placed again and is counted only once. `full`: it gets
-        no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
+        """This was no attempt: the request will be placed again, and is counted only once. `full`: the decode worker
+        gets no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
         if full:
             self._refused(placement.decode)
         if waiting := self._placed.get(id(placement)):
@@ -262,16 +262,16 @@ class RequestScheduler:
             self._dispatching.cancel()
             self._dispatching = None
         self._workers.settle()
-        self._constrained.try_each(self._begins)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
+            if any(map(self._begins, self._constrained.firsts(waiting))):
+                continue
             if waiting is None:
                 return
             if self._refuse_if_unplaceable(waiting):
                 continue
             placement = self._place(waiting, len(self._queue) - 1)
             if placement is None and (line := constraint(waiting, self._workers.decodes)):
-                self._queue.remove(waiting)
                 self._constrained.add(waiting, line)
                 continue
             if placement is None or starts_late(placement, waiting.tokens):
@@ -280,7 +280,7 @@ class RequestScheduler:
         self._dispatch_soon()
 
     def _begins(self, first: WaitingRequest) -> bool:
-        """Places it if it can be, or ends its wait; False: it goes on waiting."""
+        """Places the first of a line if it can be, or ends its wait; False: it goes on waiting."""
         if self._refuse_if_unplaceable(first):
             return True
         if placement := self._place(first, 0):
