@@ -463,6 +463,66 @@ async def test_who_comes_before_the_first_of_a_line_has_its_worker_before_it(how
     assert order == ["first", "line"]
 
 
+FAST: Any = {"max_running": 16, "blocks_total": 10_000, "prompt_rate": 1000.0}
+
+
+async def test_a_prompt_of_a_line_waits_for_a_prefill_worker_that_would_begin_soon() -> None:
+    """As one of the queue: it holds no blocks until then."""
+    long = replace(LONG, **FAST)
+    view = seen(
+        replace(RECORD, **FAST), replace(long, running=16), replace(long, worker_id="prefill-0", role="prefill")
+    )
+    scheduler, placed = RequestScheduler(view, 60.0, RoutingConfig("never")), asyncio.Event()
+    await scheduler.keep_up()
+
+    async def ask() -> None:
+        async with scheduler.placed(2000, 2010, 60.0):
+            placed.set()
+
+    async with AsyncExitStack() as stack:
+        busy = [await stack.enter_async_context(scheduler.placed(900, 910, 60.0)) for _ in range(2)]
+        waiting = asyncio.create_task(ask())
+        await asyncio.sleep(0.05)
+        view.workers = {**view.workers, "decode-1": replace(long, beat=2.0)}
+        await scheduler.keep_up()
+        await asyncio.sleep(0.05)
+        assert scheduler.waiting() == 1
+        await scheduler.prefilled(busy[0])
+        await asyncio.wait_for(placed.wait(), 30.0)
+        await waiting
+
+
+async def test_a_prompt_of_a_line_does_not_take_the_prefill_worker_before_one_that_comes_first() -> None:
+    """It may go only to the worker that is too short for the other one, but the same prefill worker would compute it:
+    the other one would wait for as long as more come to the line."""
+    long = replace(LONG, **FAST)
+    view = seen(
+        replace(RECORD, **FAST, running=16), long, replace(long, worker_id="prefill-0", role="prefill")
+    )
+    scheduler, order = RequestScheduler(view, 60.0, RoutingConfig("never")), list[str]()
+    await scheduler.keep_up()
+
+    async def ask(name: str, tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            order.append(name)
+            await asyncio.Event().wait()
+
+    async with AsyncExitStack() as stack:
+        busy = [await stack.enter_async_context(scheduler.placed(1500, 1510, 60.0)) for _ in range(2)]
+        tasks = [asyncio.create_task(ask("line", 500, priority=1, unsuited={("decode-1", "a")}))]
+        await asyncio.sleep(0.05)
+        assert len(scheduler._constrained) == 1
+        tasks.append(asyncio.create_task(ask("first", 2000)))
+        view.workers = {**view.workers, "decode-0": replace(RECORD, **FAST, beat=2.0)}
+        await scheduler.keep_up()
+        await asyncio.sleep(0.05)
+        assert scheduler.waiting() == 2
+        await scheduler.prefilled(busy[0])
+        await asyncio.sleep(0.05)
+        assert order == ["first"]
+        await asyncio.gather(*map(end, tasks))
+
+
 async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> None:
     """Their worker came free: tokens of streams do not wait until everybody has a place. Another line waits on."""
     full = replace(LONG, max_running=100, running=100, blocks_total=10_000)

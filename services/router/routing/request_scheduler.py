@@ -283,9 +283,11 @@ class RequestScheduler:
         """Places the first of a line if it can be, or ends its wait; False: it goes on waiting."""
         if self._refuse_if_unplaceable(first):
             return True
-        if placement := self._place(first, 0):
-            self._take(first, placement)
-        return placement is not None
+        placement = self._place(first, 0)
+        if placement is None or starts_late(placement, first.tokens):
+            return False
+        self._take(first, placement)
+        return True
 
     def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
