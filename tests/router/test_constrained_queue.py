@@ -324,8 +324,8 @@ def test_lines_that_share_a_worker_have_it_in_turn() -> None:
     assert lines.kept_from(after) == {"long", "longest"}
     assert lines.constrained.firsts(before) == []
     assert lines.constrained.firsts(after) == [longest, long]
-    assert lines.constrained.before(a_request(tokens=3200), lines.decodes) == (1, 3000)
-    assert lines.constrained.before(a_request(), lines.decodes) == (0, 0)
+    assert lines.constrained.tokens_before(a_request(tokens=3200), lines.decodes) == 3000
+    assert lines.constrained.tokens_before(a_request(), lines.decodes) == 0
     lines.constrained.remove(longest)
     assert lines.constrained.firsts() == [long, second]
     assert (lines.kept_from(long), lines.kept_from(second)) == (set(), {"long", "longest"})
@@ -545,6 +545,28 @@ async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> Non
         await asyncio.sleep(0)
     assert scheduler.waiting() == 1
     await asyncio.gather(*map(end, tasks))
+
+
+async def test_what_is_placed_at_once_says_nothing_about_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waited for those places: the next one of the line is not refused for their pace."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1, running=1)), 60.0, RoutingConfig())
+
+    async def long(**about: Any) -> None:
+        async with scheduler.placed(3000, 3010, 60.0, **about):
+            pytest.fail("the worker is full")
+
+    waiting = asyncio.create_task(long())
+    await asyncio.sleep(0.05)
+    assert scheduler.waiting() == 1
+    for _ in range(4):
+        now[0] += 2.0
+        await once(scheduler)
+    with pytest.raises(Busy) as refused:
+        await long(ttft_s=0.2)
+    assert refused.value.reason == "QUEUE_TIMEOUT"  # it waited, instead of OVERLOADED at once
+    await end(waiting)
 
 
 async def test_the_expected_wait_counts_the_line_that_a_request_would_join() -> None:

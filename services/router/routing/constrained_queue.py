@@ -80,10 +80,10 @@ class ConstrainedQueue:
         for line in self._lines.values():
             line.look_again(tenant)
 
-    def before(self, waiting: WaitingRequest, decodes: DecodePool) -> tuple[int, int]:
-        """FairQueue.before, in the line where the request would wait."""
+    def tokens_before(self, waiting: WaitingRequest, decodes: DecodePool) -> int:
+        """Those of FairQueue.before, in the line where the request would wait."""
         line = self._lines.get(constraint(waiting, decodes)) if self._lines else None
-        return line.before(waiting) if line else (0, 0)
+        return line.before(waiting)[1] if line else 0
 
     def firsts(self, before: WaitingRequest | None = None) -> list[WaitingRequest]:
         """The first of each line, in their order; only those that come before this request, if one is given."""

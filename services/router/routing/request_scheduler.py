@@ -36,8 +36,8 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS
 SUSPECT_S = 5.0
 # Likewise, at most, a worker that refused a request for lack of room.
 REJECTED_S = 0.5
-# The rate at which places become free is estimated from the latest placements while other requests waited: at least and
-# at most this many.
+# The rate at which places become free is estimated from the latest placements while other requests waited in the queue:
+# at least and at most this many.
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
 PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
@@ -55,7 +55,7 @@ class RequestScheduler:
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
-        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
+        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
@@ -109,7 +109,7 @@ class RequestScheduler:
             alone=alone,
             unsuited=unsuited,
         )
-        if not self.waiting():
+        if not self._queue:
             self._places.clear()
         self._queue.add(waiting)
         try:
@@ -207,8 +207,7 @@ class RequestScheduler:
         free lately."""
         self._workers.settle()
         before, queued = self._queue.before(waiting)
-        of_line = self._constrained.before(waiting, self._workers.decodes)
-        before, queued = before + of_line[0], queued + of_line[1]
+        queued += self._constrained.tokens_before(waiting, self._workers.decodes)
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
         holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
         wait_s, own_s, waiting.computed = expected_wait(
@@ -358,10 +357,10 @@ class RequestScheduler:
         waiting.placed.set()
         if not self._constrained.place(waiting):
             self._queue.place(waiting)
-        if self.waiting():
-            self._places.append(monotonic())
-        else:
-            self._places.clear()
+            if self._queue:
+                self._places.append(monotonic())
+            else:
+                self._places.clear()
         self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
         self._computes(waiting, placement)
 
