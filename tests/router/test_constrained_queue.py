@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cluster.state.registry import State
+from services.router.routing import constrained_queue
 from services.router.routing import request_scheduler as module
-from services.router.routing.constrained_queue import ConstrainedQueue, constraint
+from services.router.routing.constrained_queue import MAX_LINES, ConstrainedQueue, constraint
 from services.router.routing.fair_queue import FairQueue
 from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
 from services.router.routing.request_scheduler import RequestScheduler
@@ -300,7 +301,7 @@ class Lines:
     def move(self, request: WaitingRequest) -> None:
         line = constraint(request, self.decodes)
         assert line
-        self.constrained.add(request, line)
+        assert self.constrained.add(request, line)
 
     def arrived(self, **about: Any) -> WaitingRequest:
         request = a_request(**about)
@@ -440,6 +441,37 @@ def test_a_request_that_moves_to_a_line_costs_its_tenant_nothing() -> None:
     assert lines.queue.order(lines.arrived(tenant="away"))[2] == 8000
 
 
+def test_requests_of_many_kinds_make_few_lines() -> None:
+    """Each dispatch looks at all of them. What would begin another line stays in the queue; what has one moves."""
+    lines = Lines()
+    for name in range(MAX_LINES):
+        assert lines.constrained.add(lines.arrived(), name)
+    more = lines.arrived()
+    assert not lines.constrained.add(more, "another")
+    assert lines.queue.first() is more
+    assert lines.constrained.add(more, 0)
+    lines.constrained.remove(more)
+    lines.constrained.remove(lines.constrained.firsts()[0])
+    assert lines.constrained.add(lines.arrived(), "another")
+    assert len(lines.constrained.firsts()) == MAX_LINES
+
+
+async def test_what_would_begin_one_line_too_many_waits_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is served when there is room."""
+    monkeypatch.setattr(constrained_queue, "MAX_LINES", 0)
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig())
+
+    async def long() -> None:
+        async with scheduler.placed(2000, 2010, 60.0):
+            pass
+
+    async with scheduler.placed(2000, 2010, 60.0):
+        waiting = asyncio.create_task(long())
+        await asyncio.sleep(0.05)
+        assert (len(scheduler._queue), len(scheduler._constrained)) == (1, 0)
+    await asyncio.wait_for(waiting, 30.0)
+
+
 @pytest.mark.parametrize("how", [{"priority": 0}, {"priority": 1, "begun": True, "begun_with": Begun("L")}])
 async def test_who_comes_before_the_first_of_a_line_has_its_worker_before_it(how: Any) -> None:
     """An urgent request, or a lost stream, beside a line for the only worker with a long context: it has the next
@@ -496,9 +528,7 @@ async def test_a_prompt_of_a_line_does_not_take_the_prefill_worker_before_one_th
     """It may go only to the worker that is too short for the other one, but the same prefill worker would compute it:
     the other one would wait for as long as more come to the line."""
     long = replace(LONG, **FAST)
-    view = seen(
-        replace(RECORD, **FAST, running=16), long, replace(long, worker_id="prefill-0", role="prefill")
-    )
+    view = seen(replace(RECORD, **FAST, running=16), long, replace(long, worker_id="prefill-0", role="prefill"))
     scheduler, order = RequestScheduler(view, 60.0, RoutingConfig("never")), list[str]()
     await scheduler.keep_up()
 

@@ -17,6 +17,10 @@ from services.router.routing.placement import WorkerSnapshot
 from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
 
+# Each dispatch looks at the first of each line once for the first of each line. A request that would begin one more
+# stays in the queue, where it keeps all others waiting.
+MAX_LINES = 16
+
 
 def constraint(waiting: WaitingRequest, decodes: DecodePool) -> Hashable | None:
     """Equal for requests that the same workers could take if they had room. None: every usable worker could."""
@@ -48,12 +52,15 @@ class ConstrainedQueue:
         """The prompt tokens of all its requests."""
         return sum(line.tokens for line in self._lines.values())
 
-    def add(self, waiting: WaitingRequest, line: Hashable) -> None:
-        """Moves the first of the queue to this line."""
+    def add(self, waiting: WaitingRequest, line: Hashable) -> bool:
+        """Moves the first of the queue to this line. False: there are MAX_LINES others."""
         if line not in self._lines:
+            if len(self._lines) == MAX_LINES:
+                return False
             self._lines[line] = FairQueue(self._queue)
         self._queue.move(waiting, self._lines[line])
         self._line_of[waiting] = line
+        return True
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Does nothing with a request that is not here."""

@@ -270,8 +270,8 @@ class RequestScheduler:
             if self._refuse_if_unplaceable(waiting):
                 continue
             placement = self._place(waiting, len(self._queue) - 1)
-            if placement is None and (line := constraint(waiting, self._workers.decodes)):
-                self._constrained.add(waiting, line)
+            line = placement is None and constraint(waiting, self._workers.decodes)
+            if line and self._constrained.add(waiting, line):
                 continue
             if placement is None or starts_late(placement, waiting.tokens):
                 return
