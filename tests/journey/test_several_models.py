@@ -209,9 +209,10 @@ async def test_a_new_router_waits_for_the_pools_of_a_model_that_the_former_route
 
     async with inside(models=of(models), prefill=0) as cluster:
         upgraded = cluster.settings.model_copy(update={"models": of(models, two={"cluster": "two-b"})})
+        former = cluster.router.models.first.pools.view
+        await until(lambda: [one.state for one in former.of_role("router")] == [State.READY])  # else there is none yet
         router = await start(upgraded, "router-1")
         await until(router.models.ready)
-        await until(lambda: router.models.first.pools.view.workers["router-0"].state is State.READY)
         assert not router._ready()
         of_two = model_settings.settings_of_models(upgraded)["two"]
         worker: Any = await launch.start("decode", of_two, "two/decode-1")

@@ -74,6 +74,8 @@ class Unreachable:
 
     def cached(self, *_: Any) -> Any: ...
 
+    def rejected(self, *_: Any, **__: Any) -> None: ...
+
     holders = suspect = failed = served = cached
 
 
@@ -127,6 +129,15 @@ async def test_each_worker_may_say_once_that_it_lacks_an_adapter() -> None:
     with pytest.raises(Unavailable, match="given up after 3 attempts"):
         await runner.run(completion, monotonic() + 10.0)
     assert (parts.calls, len(request.notes)) == (5 + 3, 5 + 3)
+
+
+@pytest.mark.parametrize(("reason", "given_back"), [(NOT_SENT, 9), ("DECODE_LOST", 0)])
+async def test_what_is_no_attempt_is_given_back(reason: str, given_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is placed again, and counts once for its tenant. The control: what counts as an attempt does so."""
+    back = list[bool]()
+    monkeypatch.setattr(Unreachable, "rejected", lambda self, placement, full=True: back.append(full), raising=False)
+    await calls_until_given_up(monkeypatch, reason, queue_timeout_s=10.0)
+    assert back == [False] * given_back
 
 
 async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

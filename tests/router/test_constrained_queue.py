@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cluster.state.registry import State
+from services.router.routing import constrained_queue
 from services.router.routing import request_scheduler as module
-from services.router.routing.constrained_queue import ConstrainedQueue, constraint
+from services.router.routing.constrained_queue import MAX_LINES, ConstrainedQueue, constraint
 from services.router.routing.fair_queue import FairQueue
 from services.router.routing.placement import Begun, RoutingConfig, WorkerSnapshot
 from services.router.routing.request_scheduler import RequestScheduler
@@ -293,13 +294,14 @@ class Lines:
 
     def add(self, tokens: int, **about: Any) -> WaitingRequest:
         """Adds a request to its line, by way of the queue."""
-        request = a_request(tokens=tokens, **about)
-        self.queue.add(request)
+        request = self.arrived(tokens=tokens, **about)
+        self.move(request)
+        return request
+
+    def move(self, request: WaitingRequest) -> None:
         line = constraint(request, self.decodes)
         assert line
-        self.queue.remove(request)
-        self.constrained.add(request, line)
-        return request
+        assert self.constrained.add(request, line)
 
     def arrived(self, **about: Any) -> WaitingRequest:
         request = a_request(**about)
@@ -313,16 +315,18 @@ class Lines:
 
 def test_lines_that_share_a_worker_have_it_in_turn() -> None:
     """The first of a line that came later, too, is kept from the workers that an earlier one waits for, and only from
-    those; the next of an earlier line may be behind it. Who came before either is kept from none."""
+    those; the next of an earlier line may be behind it. Who comes before either is kept from none."""
     lines = Lines()
-    before = lines.arrived()
+    before = lines.arrived(priority=-1)
     longest, long, second = lines.add(3000), lines.add(1500), lines.add(3500)
     after = lines.arrived()
     assert (lines.constrained.firsts(), len(lines.constrained), lines.constrained.tokens) == ([longest, long], 3, 8000)
     assert [lines.kept_from(one) for one in (before, longest, long)] == [set(), set(), {"longest"}]
     assert lines.kept_from(after) == {"long", "longest"}
-    assert lines.constrained.before(a_request(tokens=3200), lines.decodes) == (1, 3000)
-    assert lines.constrained.before(a_request(), lines.decodes) == (0, 0)
+    assert lines.constrained.firsts(before) == []
+    assert lines.constrained.firsts(after) == [longest, long]
+    assert lines.constrained.tokens_before(a_request(tokens=3200), lines.decodes) == 3000
+    assert lines.constrained.tokens_before(a_request(), lines.decodes) == 0
     lines.constrained.remove(longest)
     assert lines.constrained.firsts() == [long, second]
     assert (lines.kept_from(long), lines.kept_from(second)) == (set(), {"long", "longest"})
@@ -377,20 +381,222 @@ def test_a_tenant_that_gets_tokens_back_may_come_first_in_a_line() -> None:
     assert lines.constrained.firsts() == [second]
 
 
-def test_all_of_a_line_that_can_begin_do() -> None:
-    """One after another, while another line waits."""
+@pytest.mark.parametrize(
+    ("about", "before", "overtaken_by", "suits"),
+    [
+        ({"tokens": 3000}, [], [3000], {"longest"}),
+        ({"unsuited": {("longest", "a")}}, [900], [], {"short", "long"}),
+    ],
+)
+def test_a_request_that_moves_to_a_line_keeps_its_place(
+    about: dict[str, Any], before: list[int], overtaken_by: list[int], suits: set[str]
+) -> None:
+    """It was the first of its tenant's in the queue: the others, which came later or are longer, are kept from its
+    workers, as is who comes after it has moved."""
     lines = Lines()
-    blocked, one, two = lines.add(1500), lines.add(3000), lines.add(3000)
-    begun = []
+    others = [lines.arrived(tokens=tokens) for tokens in before]
+    first = lines.arrived(**about)
+    for tokens in overtaken_by:
+        lines.queue.place(lines.arrived(tokens=tokens))
+    others.append(lines.arrived(tokens=20))
+    assert lines.queue.first() is first
+    lines.move(first)
+    others.append(lines.arrived())
+    assert [lines.kept_from(one) for one in others] == [suits] * len(others)
+    assert lines.kept_from(first) == set()
 
-    def begins(first: WaitingRequest) -> bool:
-        if first is blocked:
-            return False
-        begun.append(first)
-        return lines.constrained.place(first)
 
-    lines.constrained.try_each(begins)
-    assert (begun, len(lines.constrained)) == ([one, two], 1)
+def test_requests_that_move_to_a_line_overtake_a_longer_one_by_no_more_tokens_than_it_has() -> None:
+    """It is the first of the queue then, however many more come that are shorter."""
+    lines = Lines()
+    waits, moved = lines.arrived(tokens=100), 0
+    for _ in range(30):
+        lines.arrived(unsuited={("longest", "a")})
+        first = lines.queue.first()
+        assert first
+        if first is not waits:
+            lines.move(first)
+            moved += 1
+    assert moved == 9
+    assert lines.queue.first() is waits
+
+
+def test_a_request_that_moves_to_a_line_costs_its_tenant_nothing() -> None:
+    """Neither its others in the queue, nor its next one, because the tenant was not away. One that was is level with
+    the latest that was placed, also where a line placed it."""
+    lines = Lines()
+    lines.queue.charge("heavy", 5000)
+    lines.add(3000, tenant="heavy")
+    light = lines.arrived(tenant="light")
+    lines.add(3000, tenant="light")
+    assert lines.queue.order(light)[2] == 0
+    lines.queue.remove(light)
+    lines.queue.charge("other", 7000)
+    lines.arrived(tenant="other")
+    assert lines.queue.order(lines.arrived(tenant="light"))[2] == 0
+    lines = Lines()
+    lines.queue.charge("heavy", 5000)
+    heavy = lines.add(3000, tenant="heavy")
+    assert lines.constrained.place(heavy)
+    assert lines.queue.order(lines.arrived(tenant="away"))[2] == 8000
+
+
+def test_requests_of_many_kinds_make_few_lines() -> None:
+    """Each dispatch looks at all of them. What would begin another line stays in the queue; what has one moves."""
+    lines = Lines()
+    for name in range(MAX_LINES):
+        assert lines.constrained.add(lines.arrived(), name)
+    more = lines.arrived()
+    assert not lines.constrained.add(more, "another")
+    assert lines.queue.first() is more
+    assert lines.constrained.add(more, 0)
+    lines.constrained.remove(more)
+    lines.constrained.remove(lines.constrained.firsts()[0])
+    assert lines.constrained.add(lines.arrived(), "another")
+    assert len(lines.constrained.firsts()) == MAX_LINES
+
+
+async def test_what_would_begin_one_line_too_many_waits_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is served when there is room."""
+    monkeypatch.setattr(constrained_queue, "MAX_LINES", 0)
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig())
+
+    async def long() -> None:
+        async with scheduler.placed(2000, 2010, 60.0):
+            pass
+
+    async with scheduler.placed(2000, 2010, 60.0):
+        waiting = asyncio.create_task(long())
+        await asyncio.sleep(0.05)
+        assert (len(scheduler._queue), len(scheduler._constrained)) == (1, 0)
+    await asyncio.wait_for(waiting, 30.0)
+
+
+@pytest.mark.parametrize("how", [{"priority": 0}, {"priority": 1, "begun": True, "begun_with": Begun("L")}])
+async def test_who_comes_before_the_first_of_a_line_has_its_worker_before_it(how: Any) -> None:
+    """An urgent request, or a lost stream, beside a line for the only worker with a long context: it has the next
+    place there."""
+    scheduler, order = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig()), list[str]()
+
+    async def ask(name: str, tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            order.append(name)
+
+    async with AsyncExitStack() as stack:
+        async with scheduler.placed(2000, 2010, 60.0):
+            for _ in range(2):  # decode-0 is full from here on
+                await stack.enter_async_context(scheduler.placed(10, 20, 60.0))
+            line = asyncio.create_task(ask("line", 2000, priority=1))
+            await asyncio.sleep(0.05)
+            first = asyncio.create_task(ask("first", 10, **how))
+            await asyncio.sleep(0.05)
+            assert scheduler.waiting() == 2
+        await asyncio.wait_for(asyncio.gather(line, first), 30.0)
+    assert order == ["first", "line"]
+
+
+FAST: Any = {"max_running": 16, "blocks_total": 10_000, "prompt_rate": 1000.0}
+
+
+async def test_a_prompt_of_a_line_waits_for_a_prefill_worker_that_would_begin_soon() -> None:
+    """As one of the queue: it holds no blocks until then."""
+    long = replace(LONG, **FAST)
+    view = seen(
+        replace(RECORD, **FAST), replace(long, running=16), replace(long, worker_id="prefill-0", role="prefill")
+    )
+    scheduler, placed = RequestScheduler(view, 60.0, RoutingConfig("never")), asyncio.Event()
+    await scheduler.keep_up()
+
+    async def ask() -> None:
+        async with scheduler.placed(2000, 2010, 60.0):
+            placed.set()
+
+    async with AsyncExitStack() as stack:
+        busy = [await stack.enter_async_context(scheduler.placed(900, 910, 60.0)) for _ in range(2)]
+        waiting = asyncio.create_task(ask())
+        await asyncio.sleep(0.05)
+        view.workers = {**view.workers, "decode-1": replace(long, beat=2.0)}
+        await scheduler.keep_up()
+        await asyncio.sleep(0.05)
+        assert scheduler.waiting() == 1
+        await scheduler.prefilled(busy[0])
+        await asyncio.wait_for(placed.wait(), 30.0)
+        await waiting
+
+
+async def test_a_prompt_of_a_line_does_not_take_the_prefill_worker_before_one_that_comes_first() -> None:
+    """It may go only to the worker that is too short for the other one, but the same prefill worker would compute it:
+    the other one would wait for as long as more come to the line."""
+    long = replace(LONG, **FAST)
+    view = seen(replace(RECORD, **FAST, running=16), long, replace(long, worker_id="prefill-0", role="prefill"))
+    scheduler, order = RequestScheduler(view, 60.0, RoutingConfig("never")), list[str]()
+    await scheduler.keep_up()
+
+    async def ask(name: str, tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            order.append(name)
+            await asyncio.Event().wait()
+
+    async with AsyncExitStack() as stack:
+        busy = [await stack.enter_async_context(scheduler.placed(1500, 1510, 60.0)) for _ in range(2)]
+        tasks = [asyncio.create_task(ask("line", 500, priority=1, unsuited={("decode-1", "a")}))]
+        await asyncio.sleep(0.05)
+        assert len(scheduler._constrained) == 1
+        tasks.append(asyncio.create_task(ask("first", 2000)))
+        view.workers = {**view.workers, "decode-0": replace(RECORD, **FAST, beat=2.0)}
+        await scheduler.keep_up()
+        await asyncio.sleep(0.05)
+        assert scheduler.waiting() == 2
+        await scheduler.prefilled(busy[0])
+        await asyncio.sleep(0.05)
+        assert order == ["first"]
+        await asyncio.gather(*map(end, tasks))
+
+
+async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> None:
+    """Their worker came free: tokens of streams do not wait until everybody has a place. Another line waits on."""
+    full = replace(LONG, max_running=100, running=100, blocks_total=10_000)
+    view = seen(replace(RECORD, running=2), full)
+    scheduler = RequestScheduler(view, 60.0, RoutingConfig())
+
+    async def ask(tokens: int, **about: Any) -> None:
+        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(ask(10, unsuited={("decode-1", "a")}))]
+    tasks += [asyncio.create_task(ask(2000)) for _ in range(50)]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(scheduler._constrained) == 51
+    view.workers = {**view.workers, "decode-1": replace(full, running=0, beat=2.0)}
+    await scheduler.keep_up()
+    assert scheduler.waiting() == 51 - module.PLACEMENTS_PER_SLICE
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert scheduler.waiting() == 1
+    await asyncio.gather(*map(end, tasks))
+
+
+async def test_what_is_placed_at_once_says_nothing_about_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waited for those places: the next one of the line is not refused for their pace."""
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1, running=1)), 60.0, RoutingConfig())
+
+    async def long(**about: Any) -> None:
+        async with scheduler.placed(3000, 3010, 60.0, **about):
+            pytest.fail("the worker is full")
+
+    waiting = asyncio.create_task(long())
+    await asyncio.sleep(0.05)
+    assert scheduler.waiting() == 1
+    for _ in range(4):
+        now[0] += 2.0
+        await once(scheduler)
+    with pytest.raises(Busy) as refused:
+        await long(ttft_s=0.2)
+    assert refused.value.reason == "QUEUE_TIMEOUT"  # it waited, instead of OVERLOADED at once
+    await end(waiting)
 
 
 async def test_the_expected_wait_counts_the_line_that_a_request_would_join() -> None:

@@ -81,6 +81,25 @@ async def test_what_a_worker_never_counted_is_not_taken_from_its_record(admitted
     assert (decode.running, decode.free_blocks > 60) == ((0, True) if admitted else (1, False))
 
 
+async def test_a_prefill_worker_is_relieved_once_of_a_prompt() -> None:
+    """Its record has counted the prompt and its end long before the stream ends: the load in it is of others."""
+    view = seen(RECORD, *two("prefill"))
+    scheduler = RequestScheduler(view, 5.0, RoutingConfig())
+    async with scheduler.placed(10, 20, 5.0) as first:
+        scheduler.admitted(first)
+        await scheduler.prefilled(first)
+        assert first.prefill
+        name = first.prefill.worker_id
+        view.workers = {
+            **view.workers,
+            name: replace(view.workers[name], beat=2.0, begun=3, running=2, blocks_held=40),
+        }
+        await scheduler.keep_up()
+    scheduler._workers.settle()
+    prefill = scheduler._workers.prefills.workers[name]
+    assert (prefill.running, prefill.free_blocks) == (2, 60)
+
+
 async def test_what_is_taken_back_was_added() -> None:
     """A refusal without a new record leaves the account as it was."""
     scheduler = RequestScheduler(seen(replace(RECORD, running=1, blocks_held=40)), 0.05, RoutingConfig())

@@ -117,7 +117,7 @@ class CompletionRunner:
                     await self._attempt(completion, placement, deadline, span, alone)
             except TooLarge as error:
                 _asks_another(request, placement, error)
-                timeline.refused()
+                self._does_not_count(placement, timeline)
                 return
             except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
                 if self._refused(error, placement, request):
@@ -126,11 +126,11 @@ class CompletionRunner:
                 if request.generated - before < 2:
                     self._poison.failed(request, error, placement, began, alone)
                 if alone and error.reason == DECODE_UNREACHABLE and timeline.spare():  # it may still have waited
-                    timeline.refused()
+                    self._does_not_count(placement, timeline)
                     return
                 if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
                     log.info("attempt.not_sent", request=request.request_id, error=error.message)
-                    timeline.refused()
+                    self._does_not_count(placement, timeline)
                     return
                 timeline.failed()
                 request.notes.append(f"attempt {timeline.attempts} at token {request.generated}: {error.message}")
@@ -141,6 +141,11 @@ class CompletionRunner:
                     raise _given_up(request, timeline, error) from error
             if request.generated - before >= 2:
                 self._poison.served(request)
+
+    def _does_not_count(self, placement: Placement, timeline: RequestTimeline, *, full: bool = False) -> None:
+        """The decode worker had no room (`full`), did not get the request, or cannot serve it."""
+        self._scheduler.rejected(placement, full=full)
+        timeline.refused()
 
     async def _attempt(
         self, completion: Completion, placement: Placement, deadline: float, span: Span, alone: bool

@@ -1,19 +1,25 @@
 """Requests that wait for some of the decode workers, because no other could ever take them. Pure.
 
 They wait apart from the others, so that a worker they cannot use stays in use: in lines, one for each set of workers,
-each in the order of a fair queue. A worker that the first of a line waits for takes no request that comes after it in
-this order: of the room that it needs for a long prompt, small requests would take each part as it comes free.
+each in the order of a fair queue. The first ones of the lines and of the queue are placed in this order, too. A worker
+that the first of a line waits for takes no request that comes after it: of the room that it needs for a long prompt,
+small requests would take each part as it comes free.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable
 
 from services.router.routing.fair_queue import FairQueue
 from services.router.routing.placement import WorkerSnapshot
 from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
+
+# Each dispatch looks at the first of each line once for the first of each line. A request that would begin one more
+# stays in the queue, where it keeps all others waiting.
+MAX_LINES = 16
 
 
 def constraint(waiting: WaitingRequest, decodes: DecodePool) -> Hashable | None:
@@ -33,7 +39,7 @@ def constraint(waiting: WaitingRequest, decodes: DecodePool) -> Hashable | None:
 
 class ConstrainedQueue:
     def __init__(self, queue: FairQueue[WaitingRequest]) -> None:
-        """`queue`: of all other requests. What a tenant received by either counts in both."""
+        """`queue`: of all other requests. What a tenant received by either, and whether it waits, counts in both."""
         self._queue = queue
         self._lines: dict[Hashable, FairQueue[WaitingRequest]] = {}
         self._line_of: dict[WaitingRequest, Hashable] = {}
@@ -46,11 +52,15 @@ class ConstrainedQueue:
         """The prompt tokens of all its requests."""
         return sum(line.tokens for line in self._lines.values())
 
-    def add(self, waiting: WaitingRequest, line: Hashable) -> None:
+    def add(self, waiting: WaitingRequest, line: Hashable) -> bool:
+        """Moves the first of the queue to this line. False: there are MAX_LINES others."""
         if line not in self._lines:
+            if len(self._lines) == MAX_LINES:
+                return False
             self._lines[line] = FairQueue(self._queue)
-        self._lines[line].add(waiting)
+        self._queue.move(waiting, self._lines[line])
         self._line_of[waiting] = line
+        return True
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Does nothing with a request that is not here."""
@@ -77,27 +87,22 @@ class ConstrainedQueue:
         for line in self._lines.values():
             line.look_again(tenant)
 
-    def before(self, waiting: WaitingRequest, decodes: DecodePool) -> tuple[int, int]:
-        """FairQueue.before, in the line where the request would wait."""
+    def tokens_before(self, waiting: WaitingRequest, decodes: DecodePool) -> int:
+        """Those of FairQueue.before, in the line where the request would wait."""
         line = self._lines.get(constraint(waiting, decodes)) if self._lines else None
-        return line.before(waiting) if line else (0, 0)
+        return line.before(waiting)[1] if line else 0
 
-    def try_each(self, begins: Callable[[WaitingRequest], bool]) -> None:
-        """Calls `begins` with the first of each line until it is False for all of them: after one that has left, the
-        next of its line may begin, too."""
-        while any(begins(first) for first in self.firsts()):
-            pass
-
-    def firsts(self) -> list[WaitingRequest]:
-        """The first of each line, in their order."""
-        firsts = (line.first() for line in self._lines.values())
-        return sorted((first for first in firsts if first), key=self._queue.order)
+    def firsts(self, before: WaitingRequest | None = None) -> list[WaitingRequest]:
+        """The first of each line, in their order; only those that come before this request, if one is given."""
+        firsts = sorted(filter(None, (line.first() for line in self._lines.values())), key=self._order)
+        return firsts if before is None else firsts[: bisect_left(firsts, self._order(before), key=self._order)]
 
     def reserved(self, waiting: WaitingRequest) -> Callable[[WorkerSnapshot], bool] | None:
         """Tells whether a worker is kept from this request, for the first request of a line that comes before it. None:
         no worker is."""
-        if not self._lines:
-            return None
-        turn = self._queue.order(waiting)
-        before = [first for first in self.firsts() if first is not waiting and self._queue.order(first) < turn]
+        before = self.firsts(waiting)
         return (lambda worker: any(first.suits(worker) for first in before)) if before else None
+
+    def _order(self, waiting: WaitingRequest) -> tuple[bool, int, float, bool, int]:
+        """Of one tenant, a request in a line comes before those in the queue, whose first it was when it moved."""
+        return *self._queue.order(waiting), waiting not in self._line_of, waiting.number

@@ -150,15 +150,16 @@ class UrgencyClass(Generic[W]):
 
 class FairQueue(Generic[W]):
     def __init__(self, beside: FairQueue[W] | None = None) -> None:
-        """`beside`: a queue with the same tenants; what they received counts in both."""
+        """`beside`: a queue with the same tenants: what they received, and whether they wait, counts in both."""
         self.tokens = 0  # prompt tokens of all waiting requests
         self._classes: dict[Urgency, UrgencyClass[W]] = {}
         self._urgencies: list[Urgency] = []  # their keys, in order
         self._count = 0
         self._charged: dict[str, float] = {} if beside is None else beside._charged  # tokens of each tenant
-        self._waiting: dict[str, int] = {}  # requests of each tenant
+        self._waiting: dict[str, int] = {} if beside is None else beside._waiting  # requests of each tenant
         self._arrivals: Iterator[int] = count(1) if beside is None else beside._arrivals
-        self._latest = 0.0  # tokens that the latest placed tenant had received
+        self._latest = 0.0  # tokens that the latest placed tenant had received; in `_main` alone
+        self._main = self if beside is None else beside
 
     def __len__(self) -> int:
         return self._count
@@ -168,6 +169,16 @@ class FairQueue(Generic[W]):
         if request.tenant not in self._waiting:
             tops = (self._top(self._classes[urgency])[0] for urgency in self._urgencies[:MAX_SAMPLED])
             self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), min(tops, default=self._latest))
+        self._append(request)
+
+    def move(self, request: W, queue: FairQueue[W]) -> None:
+        """Moves the first request to a queue beside this one, so it has overtaken those that arrived here earlier."""
+        self.remove(request)
+        self._overtakes(request)
+        self.look_again(request.tenant)
+        queue._append(request)
+
+    def _append(self, request: W) -> None:
         request.number = next(self._arrivals)
         urgency = _urgency(request)
         if urgency not in self._classes:
@@ -203,12 +214,15 @@ class FairQueue(Generic[W]):
         """Removes a request that was placed, and charges its prompt to its tenant, whose entries stay early enough for
         `_top`."""
         self.remove(request)
+        self._overtakes(request)
+        self.charge(request.tenant, request.tokens)
+        self._main._latest = self._charged[request.tenant]
+
+    def _overtakes(self, request: W) -> None:
         for begun in (False, True):
             group = self._classes.get((not begun, request.priority))
             if group and (line := group.lines.get(request.tenant)):
                 line.overtake(request.number, request.tokens)
-        self.charge(request.tenant, request.tokens)
-        self._latest = self._charged[request.tenant]
 
     def charge(self, tenant: str, tokens: float) -> None:
         self._charged[tenant] = self._charged.get(tenant, 0.0) + tokens
@@ -219,14 +233,15 @@ class FairQueue(Generic[W]):
         self.look_again(tenant)
 
     def look_again(self, tenant: str) -> None:
-        """After a `give_back` in a queue with the same tenants: this one may come earlier."""
+        """This tenant may come earlier than before: it got tokens back, or was overtaken."""
         for group in self._classes.values():
             if tenant in group.lines:
                 self._enter(group, tenant)
 
-    def order(self, request: W) -> tuple[bool, int, float, int]:
-        """Of two requests in queues with the same tenants, the one with the smaller order comes first."""
-        return *_urgency(request), self._charged.get(request.tenant, 0.0), request.number
+    def order(self, request: W) -> tuple[bool, int, float]:
+        """Of two requests of different tenants in queues beside each other, the one with the smaller order comes
+        first."""
+        return *_urgency(request), self._charged.get(request.tenant, 0.0)
 
     def first(self) -> W | None:
         if not self._urgencies:

@@ -36,8 +36,8 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS
 SUSPECT_S = 5.0
 # Likewise, at most, a worker that refused a request for lack of room.
 REJECTED_S = 0.5
-# The rate at which places become free is estimated from the latest placements while other requests waited: at least and
-# at most this many.
+# The rate at which places become free is estimated from the latest placements while other requests waited in the queue:
+# at least and at most this many.
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
 PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
@@ -55,7 +55,7 @@ class RequestScheduler:
         self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
-        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
+        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
@@ -109,7 +109,7 @@ class RequestScheduler:
             alone=alone,
             unsuited=unsuited,
         )
-        if not self.waiting():
+        if not self._queue:
             self._places.clear()
         self._queue.add(waiting)
         try:
@@ -164,8 +164,8 @@ class RequestScheduler:
             self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
 
     def rejected(self, placement: Placement, *, full: bool = True) -> None:
-        """The decode worker refused the request, which will be placed again and is counted only once. `full`: it gets
-        no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
+        """This was no attempt: the request will be placed again, and is counted only once. `full`: the decode worker
+        gets no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
         if full:
             self._refused(placement.decode)
         if waiting := self._placed.get(id(placement)):
@@ -207,8 +207,7 @@ class RequestScheduler:
         free lately."""
         self._workers.settle()
         before, queued = self._queue.before(waiting)
-        of_line = self._constrained.before(waiting, self._workers.decodes)
-        before, queued = before + of_line[0], queued + of_line[1]
+        queued += self._constrained.tokens_before(waiting, self._workers.decodes)
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
         holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
         wait_s, own_s, waiting.computed = expected_wait(
@@ -262,17 +261,17 @@ class RequestScheduler:
             self._dispatching.cancel()
             self._dispatching = None
         self._workers.settle()
-        self._constrained.try_each(self._begins)
         for _ in range(PLACEMENTS_PER_SLICE):
             waiting = self._queue.first()
+            if any(map(self._begins, self._constrained.firsts(waiting))):
+                continue
             if waiting is None:
                 return
             if self._refuse_if_unplaceable(waiting):
                 continue
             placement = self._place(waiting, len(self._queue) - 1)
-            if placement is None and (line := constraint(waiting, self._workers.decodes)):
-                self._queue.remove(waiting)
-                self._constrained.add(waiting, line)
+            line = placement is None and constraint(waiting, self._workers.decodes)
+            if line and self._constrained.add(waiting, line):
                 continue
             if placement is None or starts_late(placement, waiting.tokens):
                 return
@@ -280,12 +279,14 @@ class RequestScheduler:
         self._dispatch_soon()
 
     def _begins(self, first: WaitingRequest) -> bool:
-        """Places it if it can be, or ends its wait; False: it goes on waiting."""
+        """Places the first of a line if it can be, or ends its wait; False: it goes on waiting."""
         if self._refuse_if_unplaceable(first):
             return True
-        if placement := self._place(first, 0):
-            self._take(first, placement)
-        return placement is not None
+        placement = self._place(first, 0)
+        if placement is None or starts_late(placement, first.tokens):
+            return False
+        self._take(first, placement)
+        return True
 
     def _refuse_if_unplaceable(self, waiting: WaitingRequest) -> bool:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
@@ -356,10 +357,10 @@ class RequestScheduler:
         waiting.placed.set()
         if not self._constrained.place(waiting):
             self._queue.place(waiting)
-        if self.waiting():
-            self._places.append(monotonic())
-        else:
-            self._places.clear()
+            if self._queue:
+                self._places.append(monotonic())
+            else:
+                self._places.clear()
         self._workers.take(placement, waiting.blocks(placement), waiting.new_tokens(placement))
         self._computes(waiting, placement)
 

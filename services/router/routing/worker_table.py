@@ -99,12 +99,13 @@ class WorkerTable:
         self._changed.update(worker.worker_id for worker in _both(placement))
 
     def end(self, placement: Placement, blocks: int, admitted: bool) -> None:
-        """`admitted`: by its decode worker. If not, no record has ever counted the request, so it is subtracted only
-        while the account still has it, which a newer record resets."""
+        """`admitted`: by its decode worker, whose records count the request until now. Those of its prefill worker
+        count it until its first token, and if it was not admitted, no record has ever counted it: there it is
+        subtracted only while the account still has it, which a newer record resets."""
         self.first_token(placement)
         for worker in _both(placement):
             local = self._of(worker)
-            if local.since.pop(id(placement), None) == local.beat or admitted:
+            if local.since.pop(id(placement), None) == local.beat or (admitted and worker is placement.decode):
                 self._count(worker, -1, -blocks)
             if admitted:  # otherwise its end made no room there
                 local.full_until = 0.0
