@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -26,6 +30,10 @@ _MODULES = {
 
 MIDDLE_GC_THRESHOLD = 2  # collections of the youngest objects before one of the middle generation
 FULL_GC_THRESHOLD = 5000  # collections of the middle generation before a full one
+# Looks up the names of hosts, instead of the threads of asyncio.to_thread, which digest KV and hash prompts: while no
+# name server answers, each attempt to reach the registry leaves a thread in its lookup for 10 to 20 s, and a router
+# makes some 40 attempts in that time.
+LOOKUPS = ThreadPoolExecutor(64, "names")
 
 
 class Stages:
@@ -76,6 +84,7 @@ async def start(
     stage, with its duration, on any thread; the log has them, too.
     """
     logs.configure(settings, worker_id)
+    look_up_apart()
     stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))
@@ -90,6 +99,16 @@ async def start(
         gc.unfreeze()  # frees the objects of the previous incarnation
     short_collections()
     return service
+
+
+def look_up_apart() -> None:
+    """Looks up the names of hosts on LOOKUPS wherever the event loop does."""
+    loop: Any = asyncio.get_running_loop()
+
+    async def getaddrinfo(host: Any, port: Any, **options: int) -> Any:
+        return await loop.run_in_executor(LOOKUPS, partial(socket.getaddrinfo, host, port, **options))
+
+    loop.getaddrinfo = getaddrinfo
 
 
 @contextmanager

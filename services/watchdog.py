@@ -35,6 +35,7 @@ CHECK_INTERVAL_S = 0.25
 LOOP_BLOCKED_LOG_S = 1.0  # an event loop that is blocked for this long is logged, with its stack
 INTERPRETER_STALL_S = 60.0
 MAX_LOGGED_FRAMES = 8  # of each thread in the log
+MAX_LINE_S = 1.0  # for one line of the watchdog: where nobody reads the log, it can hang as the event loop does
 EXIT_STATUS = 70  # EX_SOFTWARE
 end_process: Callable[[int], object] = os._exit  # replaced in tests that run several workers in one process
 
@@ -102,11 +103,11 @@ class Watchdog:
                 self._ask_the_loop(age)
             if age > most_s and self._stuck is not None:
                 why = f"{check.what} has made no progress for {age:.1f} s"
-                log.critical("watchdog.stuck", what=check.what, seconds=round(age, 2), stacks=_stacks())
+                _say(log.critical, "watchdog.stuck", what=check.what, seconds=round(age, 2), stacks=_stacks())
                 stuck, self._stuck = self._stuck, None
                 stuck(check, why)
         if self._exit_at is not None and self._lived >= self._exit_at:
-            log.critical("watchdog.exit", status=EXIT_STATUS)
+            _say(log.critical, "watchdog.exit", status=EXIT_STATUS)
             self._end_process(EXIT_STATUS)
 
     def _age(self, check: Check) -> tuple[float, float]:
@@ -129,7 +130,7 @@ class Watchdog:
                 self._loop.call_soon_threadsafe(self._answer)
         elif age > LOOP_BLOCKED_LOG_S and self._reported_beat != self._beats:
             self._reported_beat = self._beats
-            log.warning("watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
+            _say(log.warning, "watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
 
     def _answer(self) -> None:
         self._beats = self._asked_beat
@@ -147,6 +148,14 @@ class Watchdog:
         finally:
             if hard:
                 faulthandler.cancel_dump_traceback_later()
+
+
+def _say(write: Callable[..., object], event: str, **about: object) -> None:
+    """Logs on another thread, and waits for at most MAX_LINE_S."""
+    line = threading.Thread(target=write, args=(event,), kwargs=about, name="watchdog line", daemon=True)
+    with suppress(RuntimeError):  # no thread can be started: the line is lost, and the watchdog goes on
+        line.start()
+        line.join(MAX_LINE_S)
 
 
 def _stacks(only: int | None = None) -> str:

@@ -47,7 +47,7 @@ class WorkerLiveness:
         self._presences: dict[Incarnation, _Presence] = {}
         self._read_at = -math.inf  # when the latest successful read began
         self._full_at = -math.inf  # likewise, of a read of all records
-        self._full_asked_at = -math.inf  # when the latest read of all records began, successful or not
+        self._full_asked_at = -math.inf  # likewise, of the latest such read that was not cancelled, successful or not
         self._full_reads = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._version = 0
@@ -102,8 +102,9 @@ class WorkerLiveness:
         asked_at = monotonic()
         async with self._full_reads:
             if self._full_asked_at <= asked_at:
-                self._full_asked_at = monotonic()
+                began = monotonic()
                 await self._read(changes_only)
+                self._full_asked_at = began  # only now: this caller may be cancelled in its read
 
     async def _read(self, changes_only: bool) -> None:
         began = monotonic()

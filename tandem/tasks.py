@@ -132,8 +132,8 @@ async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
                 waiting[asyncio.ensure_future(anext(stream))] = stream
                 yield item
     finally:
+        await asyncio.gather(*map(end, waiting))  # together: a second cancellation must find none that goes on
         for task in waiting:
-            await end(task)
             if not task.cancelled():
                 task.exception()  # retrieved: only the first error is raised
         for stream in streams:

@@ -30,6 +30,7 @@ async def test_a_request_has_one_line_however_it_ends(
     """The line has, over gRPC and HTTP, tenant, request, outcome, tokens and times; for a refused request the reason;
     for one whose client disconnected the tokens that it got. Control: a lower level writes none of these lines."""
     monkeypatch.setattr("services.router.tenancy.api_keys.RECHECK_S", 0.0)
+    monkeypatch.setattr("services.router.tenancy.api_keys.MAX_LOOK_S", 30.0)
     keys = tmp_path / "keys"
     keys.write_text(f"anna {ANNA} requests=1\nops {OPS} admin\n")
     async with inside(api_keys=keys, http_port=0, log_format="json") as cluster:

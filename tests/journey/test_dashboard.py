@@ -159,6 +159,7 @@ async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bou
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
     monkeypatch.setattr(dashboard, "MAX_STREAMS", 2)
     monkeypatch.setattr("services.router.tenancy.api_keys.RECHECK_S", 0.0)
+    monkeypatch.setattr("services.router.tenancy.api_keys.MAX_LOOK_S", 30.0)
     file = tmp_path / "keys"
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, client):

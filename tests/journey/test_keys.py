@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -82,6 +84,7 @@ async def test_control_without_the_setting_nobody_is_asked(inside: Any) -> None:
 def test_a_changed_file_counts_and_a_broken_one_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removed key is refused, a new one is accepted; a file that cannot be parsed changes nothing."""
     monkeypatch.setattr(api_keys, "RECHECK_S", 0.0)
+    monkeypatch.setattr(api_keys, "MAX_LOOK_S", 30.0)
     known = ApiKeys(file)
     assert known.check(f"Bearer {USER}").name == "anna"
     file.write_text("ben another-key-0123456789\n")
@@ -97,6 +100,23 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(file: Path, monkeypatch
     other.write_text(FILE)
     os.replace(other, file)
     assert known.check(f"Bearer {ADMIN}", admin=True).name == "ops"
+
+
+def test_a_file_system_that_hangs_holds_up_no_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known keys count until the file can be read again."""
+    monkeypatch.setattr(api_keys, "RECHECK_S", 0.0)
+    known, over, look = ApiKeys(file), threading.Event(), api_keys._version
+    file.write_text("ben another-key-0123456789\n")
+    monkeypatch.setattr(api_keys, "_version", lambda path: look(path) if over.wait(60) else None)
+    for _ in range(100):
+        began = monotonic()
+        assert known.check(f"Bearer {USER}").name == "anna"
+        assert monotonic() - began < 30
+    over.set()
+    monkeypatch.setattr(api_keys, "MAX_LOOK_S", 30.0)
+    assert known._looking
+    known._looking.result(30)
+    assert known.check("Bearer another-key-0123456789").name == "ben"
 
 
 @pytest.mark.parametrize(

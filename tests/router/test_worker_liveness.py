@@ -13,6 +13,7 @@ from cluster.state.registry import RegistryChanges, State, WorkerRecord
 from services import worker_liveness as view_module
 from services.worker_liveness import FORGET_S, FULL_READ_S, WorkerLiveness
 from tandem.errors import Unavailable
+from tandem.tasks import end
 
 ONE = WorkerRecord("prefill-0", "prefill", State.READY, pid=1, incarnation="a", address="h:1", beat=1.0)
 TWO = replace(ONE, worker_id="prefill-1", address="h:2")
@@ -102,6 +103,21 @@ async def test_one_who_reads_all_records_and_goes_away_leaves_the_others_their_r
     first.cancel()
     registry.may.set()
     await asyncio.wait_for(second, 5)
+    assert set(view.workers) == {"prefill-0"}
+
+
+async def test_one_who_goes_away_in_its_read_has_not_read_for_those_who_asked_before() -> None:
+    """They were still waiting for their turn when it began."""
+    registry: Any = SlowRegistry()
+    view, readers = WorkerLiveness(registry, refresh_s=1.0), list[asyncio.Task[None]]()
+    for _ in range(3):
+        readers.append(asyncio.create_task(view.refresh()))
+        await asyncio.sleep(0.001)
+    for reader in readers[:2]:
+        await end(reader)
+        await asyncio.sleep(0.001)  # the next one reads
+    registry.may.set()
+    await asyncio.wait_for(readers[2], 30)
     assert set(view.workers) == {"prefill-0"}
 
 

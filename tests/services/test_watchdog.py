@@ -154,3 +154,33 @@ def test_a_process_whose_event_loop_is_blocked_ends_without_it() -> None:
     assert done.returncode == EXIT_STATUS
     assert time.monotonic() - began < 20
     assert "watchdog.stuck" in done.stdout + done.stderr
+
+
+UNREAD = """
+import asyncio, os
+from contextlib import suppress
+from services.watchdog import Watchdog
+
+async def main():
+    dog = Watchdog([], lambda check, why: dog.exit_within(0.0), loop_most_s=0.2, every_s=0.02)
+    dog.start()
+    os.set_blocking(1, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(1, b"x" * 4096)
+    os.set_blocking(1, True)
+    await asyncio.sleep(0.1)
+    print("a line of the log", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_log_nobody_reads_ends() -> None:
+    """Its event loop hangs in a line of the log, where the watchdog's own lines would hang as well."""
+    command = [sys.executable, "-c", UNREAD]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            assert process.wait(60) == EXIT_STATUS
+        finally:
+            process.kill()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 
 import pytest
 from structlog.testing import capture_logs
 
 from tandem import tasks
 from tandem.errors import Unavailable
-from tandem.tasks import end, forever, once
+from tandem.tasks import end, forever, merged, once
 
 
 class Loop:
@@ -111,3 +112,33 @@ async def test_work_that_is_cancelled_has_not_failed() -> None:
     await end(task)
     assert task.cancelled()
     assert not seen
+
+
+async def test_streams_whose_reader_is_cancelled_twice_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of a request with many prompts has gone: none of them goes on because the first one ends slowly."""
+    monkeypatch.setattr(tasks, "RECANCEL_S", 0.01)
+    told, over = set[int](), asyncio.Event()
+
+    async def stream(number: int) -> AsyncGenerator[int, None]:
+        try:
+            await asyncio.Event().wait()
+            yield number
+        finally:
+            told.add(number)
+            while not over.is_set():
+                with suppress(asyncio.CancelledError):
+                    await over.wait()
+
+    async def read() -> None:
+        async with aclosing(merged([stream(0), stream(1)])) as items:
+            async for _ in items:
+                pass
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0.01)  # both wait
+    try:
+        async with asyncio.timeout(60):
+            await end(reader)
+        assert told == {0, 1}
+    finally:
+        over.set()

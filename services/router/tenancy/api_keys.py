@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -31,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 MIN_KEY_CHARACTERS = 16  # characters
 RECHECK_S = 1.0
+MAX_LOOK_S = 0.05  # that a request waits while the file is looked at
+LOOKING = ThreadPoolExecutor(1, "keys")  # the thread that hangs with the file system
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NUMBER_PATTERN = re.compile(r"-?[0-9]{1,12}")
 MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words after a key
@@ -67,6 +70,7 @@ class ApiKeys:
         self._version = _version(path)
         self._keys = _read(path)
         self._looked = monotonic()
+        self._looking: Future[None] | None = None
 
     def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> ApiKey:
         """The key that sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
@@ -112,10 +116,15 @@ class ApiKeys:
         )
 
     def _look(self) -> None:
-        """Reads the file again if it has changed. An invalid file changes nothing."""
-        if monotonic() - self._looked < RECHECK_S:
+        """Reads the file again if it has changed. The file system may hang; the known keys count meanwhile."""
+        if monotonic() - self._looked < RECHECK_S or (self._looking and not self._looking.done()):
             return
         self._looked = monotonic()
+        self._looking = LOOKING.submit(self._read_again)
+        wait({self._looking}, MAX_LOOK_S)
+
+    def _read_again(self) -> None:
+        """On a thread. An invalid file changes nothing."""
         try:
             version = _version(self._path)
             if version == self._version:

@@ -1,0 +1,42 @@
+"""What every worker and router does before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cluster.state import redis_store
+from cluster.state.redis_store import RedisStore
+from services import launch
+from tandem.errors import SettingsError, Unavailable
+from tandem.settings import Settings
+
+
+async def test_names_that_no_server_resolves_hold_up_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that is looked up in vain leaves a thread in each lookup, and none of those that digest KV and hash
+    prompts."""
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 0.05)
+    looked_up, over = threading.Event(), threading.Event()
+
+    def hangs(*_: object, **__: object) -> None:
+        looked_up.set()
+        over.wait(60)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with pytest.raises(SettingsError, match="unknown role"):
+        await launch.start("nobody", Settings(model="m"), "nobody-0")
+    store = RedisStore("redis://registry.invalid:6379", most=1)
+    try:
+        with pytest.raises(Unavailable):
+            await store.memory()
+        assert looked_up.is_set()
+        async with asyncio.timeout(30):
+            assert not await asyncio.to_thread(over.is_set)
+    finally:
+        over.set()
+        await store.close()
