@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,3 +49,18 @@ def check_no_overflow() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def read_signatures_once() -> None:
+    """For the rest of this process. The interpreter reads a kernel's signature twice at each launch."""
+    from triton.runtime import interpreter
+
+    specification, signature = cache(inspect.getfullargspec), cache(inspect.signature)
+
+    def arguments(kernel: Any, /, *given: Any, **named: Any) -> dict[str, Any]:
+        bound = signature(kernel).bind(*given, **named)
+        bound.apply_defaults()
+        return bound.arguments
+
+    known = {"getfullargspec": specification, "getcallargs": arguments}
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | known)
