@@ -15,7 +15,12 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.support.triton_interpreter import check_no_overflow, replace_the_language_once, sum_each_row_alone
+from tests.support.triton_interpreter import (
+    check_no_overflow,
+    read_signatures_once,
+    replace_the_language_once,
+    sum_each_row_alone,
+)
 
 # Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -138,6 +143,7 @@ def pytest_runtestloop() -> None:
         sum_each_row_alone()
         replace_the_language_once()
         check_no_overflow()
+        read_signatures_once()
     gc.freeze()
     gc.enable()
 

@@ -8,6 +8,7 @@ requests run. A GPU's own check hardly sees such an order: it changes few result
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -365,12 +366,7 @@ def compiled(
     attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", "--dump-sass", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    code = disassembled(made.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", code)
     if found is None:
         raise SystemExit(f"cuobjdump of this version reports resources in another form: {code[:200]!r}")
@@ -382,6 +378,25 @@ def compiled(
     sums = len(re.findall(SUM, layouts))
     own = Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
     return replace(own, sums=sums, widths=frozenset(widths), barriers=barriers(made.asm["ptx"]))
+
+
+def disassembled(cubin: bytes) -> str:
+    """What cuobjdump says of a compiled kernel. Triton keeps that between runs, and this beside it."""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    flags = ("--dump-resource-usage", "--dump-sass")
+    kept = get_cache_manager(hashlib.sha256(cubin + repr((triton.__version__, flags)).encode()).hexdigest())
+    if path := kept.get_file("cuobjdump"):
+        return Path(path).read_text()
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), *flags, file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    kept.put(code, "cuobjdump")
+    return code
 
 
 def barriers(ptx: str) -> int | None:

@@ -228,11 +228,11 @@ async def test_generate_grammars_stops_and_several_answers(fake: Any, events: An
         (["--ebnf", 'root ::= "a"'], ("ebnf", b'root ::= "a"')),
     ]
     for flags, (kind, value) in given:
-        assert (await tandem("generate", "Hi", *flags, "--target", fake.target)).code == 0
+        assert (await run("generate", "Hi", *flags, "--target", fake.target)).code == 0
         assert getattr(fake.requests[-1].sampling.grammar, kind) == value
         assert fake.requests[-1].sampling.grammar.WhichOneof("kind") == kind
     flags = ["--choice", "yes", "--choice", "no", "--stop", "\n\n", "--stop", "x", "--include-stop"]
-    assert (await tandem("generate", "Hi", *flags, "--target", fake.target)).code == 0
+    assert (await run("generate", "Hi", *flags, "--target", fake.target)).code == 0
     sampling = fake.requests[-1].sampling
     assert list(sampling.grammar.choice.texts) == [b"yes", b"no"]
     assert (list(sampling.stop), sampling.include_stop) == ([b"\n\n", b"x"], True)

@@ -41,7 +41,8 @@ except TandemError as error:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[dict[str, str]]:
-    """A Ray head as an administrator would start it; yields the environment in which it is found."""
+    """A Ray head as an administrator would start it, but for an agent that nobody asks (tests/support/ray_command.py);
+    yields the environment in which it is found."""
     with tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True) as directory:  # short: socket paths
         yield from _head(directory)
 
@@ -53,8 +54,8 @@ def _head(directory: str) -> Iterator[dict[str, str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_TMPDIR": directory,
     }
-    code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "start", "--head", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-m", "tests.support.ray_command", "start"]
+    command += ["--head", "--block", "--disable-usage-stats"]
     command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
     command += ["--num-cpus=0", "--object-store-memory=80000000"]
     command += ['--resources={"decode": 9, "prefill": 9}', "--num-gpus=2"]  # none exist: Ray only counts them

@@ -166,22 +166,10 @@ def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: LocalCluster
     assert answers(cluster.target)
 
 
-def test_pools_grow_and_shrink(cluster: LocalCluster) -> None:
-    """A change of the wanted sizes is sufficient; the remaining workers are not touched."""
-    kept = incarnation(cluster.workers["decode-0"])
-    want(cluster, decode=2)
-    seen = until(cluster, lambda seen: "decode-1" in seen)
-    process = psutil.Process(pid(seen["decode-1"]))
-    want(cluster, decode=1)
-    seen = until(cluster, lambda seen: "decode-1" not in seen)
-    assert incarnation(seen["decode-0"]) == kept
-    psutil.wait_procs([process], timeout=SOON_S)
-    assert not process.is_running()
-
-
 def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: LocalCluster) -> None:
     """When one pool has a surplus worker and the other lacks one, no engine is loaded: the same process returns as
-    another worker with another incarnation, also under a supervisor that was restarted meanwhile."""
+    another worker with another incarnation, also under a supervisor that was killed and came back meanwhile. Its state
+    is rebuilt from its live workers, which are not affected."""
     want(cluster, decode=2)
     before = until(cluster, lambda seen: "decode-1" in seen)["decode-1"]
     want(cluster, decode=1, prefill=2)
@@ -190,9 +178,12 @@ def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: LocalCluster) 
     assert "decode-1" not in seen
     assert pid(turned) == pid(before)
     assert incarnation(turned) != incarnation(before)
+    live = {worker_id: incarnation(event) for worker_id, event in seen.items()}
+    assert set(live) == {"router-0", "prefill-0", "prefill-1", "decode-0"}
     kill_supervisor()
     want(cluster, decode=2)  # only a live supervisor does this, and one that knows what is which
-    seen = until(cluster, lambda seen: "decode-1" in seen)
+    seen = until(cluster, lambda seen: len(seen) == 5)
+    assert {worker_id: incarnation(seen[worker_id]) for worker_id in live} == live
     assert seen["prefill-1"].started == turned.started
     want(cluster, decode=3, prefill=1)
     seen = until(cluster, lambda seen: "decode-2" in seen)
@@ -211,19 +202,9 @@ def test_a_drained_worker_is_replaced(cluster: LocalCluster) -> None:
     until(cluster, lambda seen: "prefill-0" in seen and pid(seen["prefill-0"]) != pid(before))
 
 
-def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: LocalCluster) -> None:
-    """The supervisor's state is rebuilt from its live workers, which are not affected."""
-    before = {worker_id: incarnation(event) for worker_id, event in cluster.workers.items()}
-    kill_supervisor()
-    want(cluster, decode=2)  # only a live supervisor does this
-    seen = until(cluster, lambda seen: len(seen) == 4)
-    assert {worker_id: incarnation(seen[worker_id]) for worker_id in before} == before
-    want(cluster, decode=1)
-    until(cluster, lambda seen: "decode-1" not in seen)
-
-
-def test_a_killed_registry_comes_back(cluster: LocalCluster) -> None:
-    """The embedded Valkey is restarted empty and filled again by the live processes."""
+def test_pools_grow_and_shrink_also_after_the_registry_was_killed(cluster: LocalCluster) -> None:
+    """The embedded Valkey is restarted empty and filled again by the live processes. A change of the wanted sizes is
+    sufficient; the remaining workers are not touched."""
     assert cluster._valkey
     before = cluster._valkey.pid
     assert before
@@ -232,10 +213,14 @@ def test_a_killed_registry_comes_back(cluster: LocalCluster) -> None:
     while cluster._valkey.pid == before and time.monotonic() < deadline:
         cluster.events(timeout_s=1.0)
     assert cluster._valkey.pid != before
+    kept = incarnation(cluster.workers["decode-0"])
     want(cluster, decode=2)
-    until(cluster, lambda seen: "decode-1" in seen)
+    process = psutil.Process(pid(until(cluster, lambda seen: "decode-1" in seen)["decode-1"]))
     want(cluster, decode=1)
-    until(cluster, lambda seen: "decode-1" not in seen)
+    seen = until(cluster, lambda seen: "decode-1" not in seen)
+    assert incarnation(seen["decode-0"]) == kept
+    psutil.wait_procs([process], timeout=SOON_S)
+    assert not process.is_running()
 
 
 def test_stop_leaves_nothing_behind(cluster: LocalCluster, strangers: set[psutil.Process]) -> None:
@@ -316,7 +301,7 @@ def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.Mo
     before = set(psutil.Process().children(recursive=True))
     lines: list[str] = []
     with pytest.raises(CheckpointRefused, match="the model fake cannot be served by decode-0") as caught:
-        LocalCluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=START_S).start()
+        LocalCluster(settings(prefill=0), lines.append, launcher=LAUNCHER, start_timeout_s=START_S).start()
     assert caught.value.field == "model"
     assert set(psutil.Process().children(recursive=True)) <= before
     [kept] = [Path(line.partition("the logs are in ")[2]) for line in lines if "the logs are in" in line]
@@ -528,6 +513,7 @@ def test_the_end_of_the_terminal_drains_and_a_second_signal_ends_the_grace(
     """SIGHUP reaches the whole process group, and the orderly stop still happens; a second signal cuts off a worker
     that needs its whole grace period, and still nothing is left."""
     monkeypatch.setenv("FAKE_BUSY", "decode")
+    monkeypatch.setenv("TANDEM_PREFILL", "0")
     up, _ = start_up(ups)
     processes = psutil.Process(up.pid).children(recursive=True)
     assert up.stderr

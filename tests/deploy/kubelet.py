@@ -28,7 +28,6 @@ from tests.support.copies import Copy
 from tests.support.harness import Process
 
 POLL_S = 0.05
-RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"  # the `ray` command
 
 
 class Pod:
@@ -65,7 +64,7 @@ class Pod:
                 return Process(name, Copy("services", words[3:], self._path | self.env))
         programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
         programs["tandem"] = [sys.executable, "-m", "tandem"]
-        programs["ray"] = [sys.executable, "-c", RAY]
+        programs["ray"] = [sys.executable, "-m", "tests.support.ray_command"]
         return Process(name, [*programs[words[0]], *words[1:]], self._path | self.env)
 
     def _environment(self) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Creates what KubeRay makes of a RayCluster: a Service for the head, and pods whose first container runs `ray start`.
 
 Follows version 1.7 of its operator (ray-operator/controllers/ray/common/pod.go), without what has no use on one
-machine: the ports of its own metrics, the containers of its autoscaler, the container that waits for the head. All
+machine: the ports of its own metrics, the containers of its autoscaler, the container that waits for the head. The
+agent of Ray's dashboard is idle (tests/support/ray_command.py); the nodes of tests/journey/test_hosts.py have it. All
 nodes are on one machine here, where Ray listens on all addresses: each is told its own, and every port is another one.
 """
 

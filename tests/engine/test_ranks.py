@@ -81,7 +81,8 @@ def engine_of(
     folder: Path, ranks: int, say: Any = lambda line: None, copies: Any = rank_copies, **settings: Any
 ) -> Iterator[tuple[Engine, list[Any]]]:
     """An engine, and the processes of its other ranks."""
-    given: dict[str, Any] = {"kv_blocks": 64, "block_size": BLOCK, "threads": 1, "weight_cache": "off", **settings}
+    given: dict[str, Any] = {"kv_blocks": 64, "block_size": BLOCK, "threads": 1, "weight_cache": "off"}
+    given |= {"max_num_seqs": len(PROMPTS), **settings}  # each number of sequences costs a capture on each rank
     with copies() as processes:
         engine = build_engine(Settings(model=str(folder), device="cpu", **given), say, ranks=ranks)
         try:
@@ -125,13 +126,14 @@ def random_biases(folder: Path) -> None:
 @pytest.mark.parametrize("cut", list(CUTS))
 def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path) -> None:
     """In float32, whatever is cut and whatever stays whole; by the recorded forward where one rank has it. The planner
-    knows the bytes of its weights."""
+    knows the bytes of its weights. One of them captures all steps that a CPU captures, and finds them right."""
     shape, changes, ranks = CUTS[cut]
     make_checkpoint(tmp_path, shape, dtype="float32", **two_layers(shape), **changes)
     if cut == "biases":
         random_biases(tmp_path)
     planned = of_ranks(read_shape(tmp_path), tmp_path, ranks)
-    with engine_of(tmp_path, ranks) as (engine, _):
+    rows = captured_steps.LARGEST["cpu"] if cut == "llama" else 4
+    with engine_of(tmp_path, ranks, max_num_seqs=rows) as (engine, _):
         answers = greedy(engine)
         assert len({tuple(tokens) for tokens in answers}) == len(PROMPTS)
         assert follow(tmp_path, answers)
@@ -141,6 +143,7 @@ def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path)
         assert engine.model.recorded is not None or engine.model.latent
         assert engine.model.sum_order.endswith(f"x{ranks}")
         assert (engine.decode is None) == engine.model.latent  # as with one rank
+        assert engine.decode is None or engine.decode.sizes[-1] == rows
 
 
 def test_each_layer_is_planned_with_its_own_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def right(folder: Path, sequence: Sequence) -> bool:
     """Whether its tokens are those of transformers, step by step: among tokens of equal scores its own indexer may
     choose others without a cache."""
     prompt, new = sequence.tokens[: sequence.prompt_len], sequence.max_len - sequence.prompt_len
-    return sequence.tokens[sequence.prompt_len :] == oracle.greedy(folder, prompt, new)
+    return sequence.tokens[sequence.prompt_len :] == oracle.generated(folder, prompt, new)
 
 
 def engine_of(model: ModelRunner, *, blocks: int = 200, size: int = SIZE, **more: Any) -> Engine:
@@ -136,7 +136,7 @@ def test_a_cached_beginning_brings_its_keys(
 def test_drafts_that_are_rejected_leave_no_key(folder: Path, model: ModelRunner) -> None:
     """Of four that are verified in a step, a third is wrong: the keys after it are written again."""
     prompts = oracle.prompts(folder, list(LENGTHS))
-    drafts = Oracle([prompt + oracle.greedy(folder, prompt, NEW) for prompt in prompts], wrong=0.3)
+    drafts = Oracle([prompt + oracle.generated(folder, prompt, NEW) for prompt in prompts], wrong=0.3)
     engine = engine_of(model, speculation=speculation(drafts))
     run(engine, added := asked_of(folder, LENGTHS, NEW))
     assert all(right(folder, sequence) for sequence in added)
@@ -328,7 +328,7 @@ def follows(folder: Path, model: ModelRunner, theirs: int, ours: int, *, keys: b
     while len(tokens) < len(prompt) + 8:
         logits = model.forward(target, self_check.pack([(tokens, len(tokens) - 1, tables[1])]))
         tokens.append(int(logits[0].argmax()))
-    return tokens[len(prompt) :] == oracle.greedy(folder, prompt, 8)
+    return tokens[len(prompt) :] == oracle.generated(folder, prompt, 8)
 
 
 def test_a_block_that_is_used_again_shows_nothing_of_its_last_keys(folder: Path, model: ModelRunner) -> None:

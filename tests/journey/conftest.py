@@ -183,10 +183,8 @@ def inside(
             monkeypatch.setattr(PathLatencyTracker, "observe", lambda *_, **__: None)
         monkeypatch.setattr(services.watchdog, "end_process", exits.put)
         monkeypatch.setattr(engine.builder, "load_model", loaded.load)
-        # Captured for 1, 2 and 4 sequences: six captures would take a third of such a worker's start. The ranks
-        # of a worker are other processes, and all of them capture the same steps.
-        if not settings.keys() & {"prefill_tp", "decode_tp"}:
-            monkeypatch.setitem(captured_steps.LARGEST, "cpu", 4)
+        # Captured for 1, 2 and 4 sequences: six captures would take a third of such a worker's start.
+        monkeypatch.setitem(captured_steps.LARGEST, "cpu", 4)
         # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
         for name, nothing in (("importing", nullcontext), ("short_collections", lambda: None)):
             monkeypatch.setattr(launch, name, nothing)

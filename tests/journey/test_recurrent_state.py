@@ -60,7 +60,7 @@ async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable
     state move, and of a model without KV only the state."""
     folder = hybrid(family)
     prompts = oracle.prompts(folder, [1, 7, 8, 9, 40, 64, 65, 150])
-    wanted = [oracle.greedy(folder, prompt, NEW) for prompt in prompts]  # not on the cluster's event loop
+    wanted = [oracle.greedy(folder, prompt, NEW) for prompt in prompts]
     async with inside(model=str(folder), **SETTINGS) as cluster:
         engine = cluster.workers["decode-0"].engine
         assert engine.state_blocks > 0
@@ -250,7 +250,7 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
     """With few blocks, the youngest sequences lose their blocks and states, and compute both again; further answers to
     a prompt compute it again, or from a snapshot."""
     prompts = oracle.prompts(folder, [40, 41, 42, 43, 44, 45])
-    wanted = [oracle.greedy(folder, prompt, 80) for prompt in prompts]  # not on the cluster's event loop
+    wanted = [oracle.greedy(folder, prompt, 80) for prompt in prompts]
     async with inside(model=str(folder), kv_blocks=44, **SETTINGS) as cluster:
         slow_down(cluster.workers["decode-0"], 0.02)  # so that the first is not over before the third has come
         answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=80, ignore_eos=True) for p in prompts))

@@ -20,14 +20,7 @@ from typing import TextIO
 
 STOP_TIMEOUT_S = 30.0
 _SERVER = multiprocessing.get_context("forkserver")
-# Not NIXL: UCX, below it, reads the environment when it is loaded, and has threads.
-_SERVER.set_forkserver_preload(
-    [
-        "engine.kernels.build",
-        *(f"services.{role}.servicer" for role in ("router", "prefill", "decode")),
-        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3")),  # those of most tests
-    ]
-)
+_SERVER.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class Copy:

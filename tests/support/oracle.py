@@ -6,9 +6,10 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,11 +30,52 @@ def vocab_size(folder: Path) -> int:
     return int(_model(str(folder)).config.get_text_config().vocab_size)
 
 
-_longest: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # what has been generated already
+_longest: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # what has been generated or found right already
 
 
 def greedy(folder: Path, prompt: list[int], new: int) -> list[int]:
-    """The `new` tokens that follow the prompt; end-of-sequence tokens do not stop it."""
+    """The `new` tokens that follow the prompt; end-of-sequence tokens do not stop it. They are generated when they are
+    read. A list that is compared with them is checked by one forward."""
+    return cast("list[int]", Greedy(folder, prompt, new))
+
+
+class Greedy(Sequence[int]):
+    def __init__(self, folder: Path, prompt: list[int], new: int) -> None:
+        self._folder, self._prompt, self._new = folder, list(prompt), new
+
+    @property
+    def _tokens(self) -> list[int]:
+        return generated(self._folder, self._prompt, self._new)
+
+    def __len__(self) -> int:
+        return self._new
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice) and not at.start and at.step is None:  # its beginning
+            return Greedy(self._folder, self._prompt, len(range(self._new)[at]))
+        return self._tokens[at]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Greedy):
+            return self._tokens == other._tokens
+        answer, asked = list(cast("list[int]", other)), (str(self._folder), tuple(self._prompt))
+        if len(answer) != self._new:
+            return False
+        if len(_longest.get(asked, ())) < len(answer) and follows(self._folder, self._prompt, answer):
+            _longest[asked] = answer
+        return _longest.get(asked, [])[: len(answer)] == answer
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __radd__(self, other: list[int]) -> list[int]:
+        return other + self._tokens
+
+    def __repr__(self) -> str:
+        return repr(self._tokens)
+
+
+def generated(folder: Path, prompt: list[int], new: int) -> list[int]:
+    """`greedy`, token by token."""
     asked = (str(folder), tuple(prompt))
     if len(_longest.get(asked, ())) < new:
         _longest[asked] = _generate(*asked, new)

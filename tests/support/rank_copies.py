@@ -16,6 +16,7 @@ import pytest
 
 from engine import follower
 from engine.parallel import leader
+from engine.runner import captured_steps
 from tests.support.copies import _SERVER
 
 
@@ -23,7 +24,8 @@ class RankCopy:
     """What subprocess.Popen gives."""
 
     def __init__(self, connection: socket.socket, memory: int, rank: int, size: int) -> None:
-        self._process = _SERVER.Process(target=_live, args=(connection, _Duplicated(memory), rank, size), daemon=True)
+        its = (connection, _Duplicated(memory), rank, size, captured_steps.LARGEST["cpu"])
+        self._process = _SERVER.Process(target=_live, args=its, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -58,7 +60,8 @@ def _taken(duplicate: Any) -> int:
     return file
 
 
-def _live(connection: socket.socket, memory: int, rank: int, size: int) -> None:
+def _live(connection: socket.socket, memory: int, rank: int, size: int, most_rows: int) -> None:
+    captured_steps.LARGEST["cpu"] = most_rows  # all ranks of a worker capture the same steps
     sys.exit(follower.main(connection, memory, rank, size))
 
 

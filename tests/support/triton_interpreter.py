@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +22,9 @@ def sum_each_row_alone() -> None:
     def create_dot(_: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
         """`d + a @ b`: `[m, n]`, `[m, k]`, `[k, n]`."""
         assert a.data.ndim == 2, "our kernels multiply tiles of two dimensions"
-        total = np.zeros_like(d.data)
-        for column, row in zip(a.data.T.astype(total.dtype), b.data.astype(total.dtype), strict=True):
-            total += column[:, None] * row
+        assert d.data.shape[1] > 1, "NumPy would sum the products of a single column in another order"
+        left, right = (tile.data.astype(d.data.dtype, order="C") for tile in (a, b))
+        total = np.einsum("mk,kn->mn", left, right, optimize=False)  # in the order of k, and not by OpenBLAS
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
@@ -47,3 +49,18 @@ def check_no_overflow() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def read_signatures_once() -> None:
+    """For the rest of this process. The interpreter reads a kernel's signature twice at each launch."""
+    from triton.runtime import interpreter
+
+    specification, signature = cache(inspect.getfullargspec), cache(inspect.signature)
+
+    def arguments(kernel: Any, /, *given: Any, **named: Any) -> dict[str, Any]:
+        bound = signature(kernel).bind(*given, **named)
+        bound.apply_defaults()
+        return bound.arguments
+
+    known = {"getfullargspec": specification, "getcallargs": arguments}
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | known)

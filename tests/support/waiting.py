@@ -13,22 +13,24 @@ from typing import TypeVar
 from tests.support.stopwatch import Stopwatch
 
 T = TypeVar("T")
-AGAIN_S = 0.005  # between two looks
+AGAIN_S, MOST_S = 0.005, 0.05  # between two looks, at first and after half a second
 
 
 def wait_until(condition: Callable[[], T], within_s: float = 30.0, explain: Callable[[], object] = lambda: "") -> T:
     """The first true value that the condition returns. Fails with the explanation when there is none in time."""
-    watch = Stopwatch()
+    watch, pause = Stopwatch(), AGAIN_S
     while not (value := condition()):
         assert watch.within(within_s), f"not within {within_s} s: {explain()}"
-        time.sleep(AGAIN_S)
+        time.sleep(pause)
+        pause = min(1.1 * pause, MOST_S)
     return value
 
 
 async def until(condition: Callable[[], T], within_s: float = 30.0, explain: Callable[[], object] = lambda: "") -> T:
     """`wait_until` for a test whose own event loop has to run meanwhile."""
-    watch = Stopwatch()
+    watch, pause = Stopwatch(), AGAIN_S
     while not (value := condition()):
         assert watch.within(within_s), f"not within {within_s} s: {explain()}"
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(pause)
+        pause = min(1.1 * pause, MOST_S)
     return value
