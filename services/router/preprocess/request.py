@@ -209,7 +209,12 @@ def _before_grammar(reading: Reading | None, tokenizer: Tokenizer) -> sampling_p
         )
     if not close or (opening is None and not reading.begins_inside):
         return None
-    return sampling_pb2.ReasoningTokens(open=None if reading.begins_inside else opening, close=close)
+    headers = reading.format.headers(offers_tools=bool(reading.tools)) if opening is not None else ()
+    return sampling_pb2.ReasoningTokens(
+        open=None if reading.begins_inside else opening,
+        close=close,
+        headers=[sampling_pb2.TokenRun(token_ids=tokenizer.encode(text, special=False)) for text in headers],
+    )
 
 
 def _grammar(
