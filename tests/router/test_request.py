@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.answer.answer_format import AnswerFormat
+from services.router.answer.answer_format import FORMATS, AnswerFormat
 from services.router.answer.harmony_reader import ENDS, MARKERS
+from services.router.answer.parts import CallBegin, Reasoning, joined
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, build_request
@@ -82,6 +83,27 @@ def test_a_worker_learns_the_headers_of_gpt_oss(inside: bool, tools: list[Any], 
     assert {tokenizer.decode(header.token_ids) for header in before.headers} == headers
     assert tokenizer.decode(before.close) == "final<|message|>"
     assert (before.open, before.HasField("open")) == (0 if inside else backend.token_to_id("<|channel|>"), not inside)
+
+
+@pytest.mark.parametrize("forced", [True, False], ids=["forced", "control"])
+def test_what_a_model_thinks_of_before_a_forced_call_is_no_call(forced: bool) -> None:
+    """Its worker forces the call behind the marker that ends the reasoning, and permits everything before it. Control:
+    where no call is forced, the model may have forgotten the marker."""
+    backend = fallback(strip=False).backend
+    assert backend is not None
+    backend.add_special_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(backend, ChatTemplate("{{ tools }}", {}), AnswerFormat(FORMATS["think"], "hermes"))
+    chat = generation_pb2.Chat(messages=[SAID], tools=json.dumps([CALLED]).encode())
+    if forced:
+        chat.tool_choice.name = "f"
+    model = replace(MODEL, context=4096, vocab_size=1000)
+    built = build_request(generation_pb2.GenerateRequest(chat=chat), tokenizer, model)
+    assert built.reading is not None
+    reader = built.reading.reader()
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    parts = joined([*reader.push(f"<think>As {call}</think>\n{call}"), *reader.finish()])
+    calls = [part for part in parts if isinstance(part, CallBegin)]
+    assert (len(calls), parts[0]) == ((1, Reasoning(f"As {call}")) if forced else (2, Reasoning("As")))
 
 
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 3))
