@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import fields
+from itertools import chain
 
 from engine.core.sequence import Logprob, LoraSlot, Sequence
 from kvtransfer.types import Peer, ReadyBlock
@@ -67,10 +68,11 @@ def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
 
 def _reasoning_from(message: sampling_pb2.ReasoningTokens, vocab_size: int) -> ReasoningTokens:
     opening = message.open if message.HasField("open") else None
-    _in_vocabulary([*message.close, opening or 0], "sampling.before_grammar", vocab_size)
+    headers = tuple(tuple(header.token_ids) for header in message.headers)
+    _in_vocabulary([*message.close, opening or 0, *chain(*headers)], "sampling.before_grammar", vocab_size)
     if not message.close:
         raise InvalidRequest("reasoning without an end", field="sampling.before_grammar.close", bound="a token or more")
-    return ReasoningTokens(opening, tuple(message.close))
+    return ReasoningTokens(opening, tuple(message.close), headers)
 
 
 def adapter_to(name: str, adapter: LoraSlot | None) -> common_pb2.Adapter | None:

@@ -112,6 +112,7 @@ class ReasoningTokens(NamedTuple):
 
     open: int | None  # it reasons if this is the first generated token; None: it does, since the prompt ends so
     close: tuple[int, ...]  # the tokens that end the reasoning, one after another
+    headers: tuple[tuple[int, ...], ...] = ()  # after the beginning of one in the reasoning, its next token follows
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,8 @@ def refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
 
 class Matcher:
     """How far a sequence's generated tokens have been matched; derived from them alone. In the reasoning before the
-    text every token is allowed, special ones included, except stop tokens."""
+    text every token is allowed, special ones included, except stop tokens; but after the beginning of a header only its
+    next one is."""
 
     __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "credit_s", "matched")
 
@@ -155,7 +156,7 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
         self._reasoning = reasoning
         self._free = reasoning is not None and reasoning.open is None  # the next token is part of the reasoning
-        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as its end marker has
+        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning: as many as its end or a header has
         self.matched = 0  # leading tokens of the sequence, its prompt included
         self.credit_s = MASK_CPU_S  # of CPU time that its masks may take before the next token; never more than that
 
@@ -166,7 +167,10 @@ class Matcher:
             self._accept(sequence.tokens[place], place - sequence.prompt_len)
             self.matched = place + 1
         if self._free:
-            bits[row] = -1
+            following = self._following()
+            bits[row] = 0 if following else -1
+            for token in following:
+                _set_bit(bits, row, token, True)
             for token in self._stop_ids:
                 _set_bit(bits, row, token, False)
             return
@@ -178,12 +182,20 @@ class Matcher:
         """Matches the token at this place of the completion."""
         reasoning = self._reasoning
         if reasoning is not None and place == 0 and token == reasoning.open:
-            self._free = True
+            self._free, self._recent = True, (token,)
         elif reasoning is not None and self._free:
-            self._recent = (*self._recent, token)[-len(reasoning.close) :]
-            self._free = self._recent != reasoning.close
+            longest = max(map(len, (reasoning.close, *reasoning.headers)))
+            self._recent = (*self._recent, token)[-longest:]
+            self._free = self._recent[-len(reasoning.close) :] != reasoning.close
         elif not self._matcher.accept_token(token):
             raise InternalError(f"token {place} does not fit the grammar of its sequence")
+
+    def _following(self) -> set[int]:
+        """The next tokens of the headers that have begun: gpt-oss would add words to the header of its answer, whose
+        grammar would then never begin."""
+        headers = self._reasoning.headers if self._reasoning else ()
+        begun = ((header, size) for header in headers for size in range(1, len(header)))
+        return {header[size] for header, size in begun if self._recent[-size:] == header[:size]}
 
 
 def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:

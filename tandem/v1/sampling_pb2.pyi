@@ -106,12 +106,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., before_grammar: _Optional[_Union[ReasoningTokens, _Mapping]] = ...) -> None: ...
 
 class ReasoningTokens(_message.Message):
-    __slots__ = ("open", "close")
+    __slots__ = ("open", "close", "headers")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
     open: int
     close: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, open: _Optional[int] = ..., close: _Optional[_Iterable[int]] = ...) -> None: ...
+    headers: _containers.RepeatedCompositeFieldContainer[TokenRun]
+    def __init__(self, open: _Optional[int] = ..., close: _Optional[_Iterable[int]] = ..., headers: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ...) -> None: ...
+
+class TokenRun(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BadWord(_message.Message):
     __slots__ = ("token_ids",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.core.sequence import Sequence
 from engine.decoding.structured_output import Matcher, Vocabulary, compile_spec, vocabulary
 from services.proto_convert import sampling_from
 from services.router.answer.call_formats import registry
+from services.router.answer.harmony_reader import HarmonyReader
 from services.router.answer.parts import CallArguments, CallBegin, Text, joined
 from services.router.preprocess import grammar_schema
 from services.router.preprocess.chat import forced_calls
@@ -563,6 +565,57 @@ def test_a_model_that_may_reason_either_does_or_writes_what_fits() -> None:
     assert allowed(generated="<a>!", opening=OPEN) == (NUMBER, False)
 
 
+# The tokens of harmony, a byte for each.
+WORDS = {
+    "!": "<|end|>",
+    "(": "<|start|>",
+    "a": "assistant",
+    "<": "<|channel|>",
+    ">": "<|message|>",
+    "|": "<|constrain|>",
+}
+WORDS |= {"t": "analysis", "f": "final", "c": "commentary", "j": "json"}
+HEADERS = tuple(map(tuple, (b"!(", b"(a<", b"<t>", b"<f>")))
+HARMONY = ReasoningTokens(OPEN, tuple(b"f>"), HEADERS)
+
+
+@pytest.mark.parametrize(
+    ("begun", "following"),
+    [("<", "tf"), ("<t", ">"), ("<f", ">"), ("<t>f!", "("), ("<t>!(", "a"), ("<t>!(a", "<"), ("<t>f!(a<f", ">")],
+)
+def test_only_a_header_goes_on_where_one_has_begun(begun: str, following: str) -> None:
+    """gpt-oss also writes `<|channel|>final <|constrain|>json<|message|>`, after which no grammar would begin. Without
+    headers, as a router of an earlier version sends it, every token may come."""
+    assert possible(sequence(DIGITS, begun, before_grammar=HARMONY)) == set(following.encode())
+    assert len(possible(sequence(DIGITS, begun, before_grammar=HARMONY._replace(headers=())))) > 256
+    within = f"t>{begun}"
+    assert possible(sequence(DIGITS, within, before_grammar=HARMONY._replace(open=None))) == set(following.encode())
+
+
+@pytest.mark.parametrize("text", ["<t>", "<t>so", "<t>a", "<t>f"])
+def test_the_words_of_a_header_are_free_in_a_thought(text: str) -> None:
+    """They begin nothing there."""
+    assert possible(sequence(DIGITS, text, before_grammar=HARMONY)) == set(range(VOCAB)) - {EOS}
+
+
+@pytest.mark.parametrize("headers", [HEADERS, ()], ids=["headers", "none"])
+def test_whatever_gpt_oss_writes_its_answer_fits(headers: tuple[tuple[int, ...], ...]) -> None:
+    """Its reader takes only constrained text for the answer. Control: without headers also other text."""
+    likely = [*map(ord, WORDS), *b"12. ", EOS]
+    answers = set()
+    for seed in range(100):
+        one = sequence(DIGITS, "<", before_grammar=HARMONY._replace(headers=headers))
+        chance = np.random.default_rng(seed)
+        while one.tokens[-1] != EOS and one.generated < 40:
+            allowed_now = possible(one)
+            one.tokens.append(int(chance.choice([token for token in likely if token in allowed_now])))
+        reader = HarmonyReader(offers_tools=False)
+        text = "".join(WORDS.get(chr(token), chr(token)) for token in one.tokens[2:] if token != EOS)
+        answers.add("".join(part.text for part in reader.push(text) + reader.finish() if isinstance(part, Text)))
+    assert len(answers) > 10
+    assert all(re.fullmatch("[0-9]*", answer) for answer in answers) is bool(headers)
+
+
 def test_a_worker_that_takes_over_within_reasoning_goes_on_with_the_same_masks() -> None:
     """All state is derived from the tokens, wherever the sequence was when it moved."""
     text = "<a>b>!12"
@@ -583,5 +636,11 @@ def test_reasoning_without_an_end_is_refused_by_the_worker() -> None:
     with pytest.raises(InvalidRequest, match="without an end"):
         sampling_from(message, VOCAB)
     message.before_grammar.close.append(VOCAB)
+    with pytest.raises(InvalidRequest):
+        sampling_from(message, VOCAB)
+    message.before_grammar.close[:] = [6]
+    message.before_grammar.headers.add(token_ids=[5, 7, 6])
+    assert sampling_from(message, VOCAB).before_grammar == ReasoningTokens(5, (6,), ((5, 7, 6),))
+    message.before_grammar.headers.add(token_ids=[5, VOCAB])
     with pytest.raises(InvalidRequest):
         sampling_from(message, VOCAB)

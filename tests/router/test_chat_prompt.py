@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.router.answer.answer_format import AnswerFormat
 from services.router.frontend.openai import openai_protocol
 from services.router.frontend.openai.openai_protocol import Chat
 from services.router.preprocess import json_limits
@@ -16,6 +17,7 @@ from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.chat.prompt import END_CHARACTERS, MAX_TEMPLATE_BYTES, prompt_tokens
 from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES
 from services.router.preprocess.preprocessor import Preprocessor
+from services.router.preprocess.request import build_request
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
@@ -139,6 +141,34 @@ def test_an_answer_goes_on_where_the_last_message_ends() -> None:
         chat = chat_of(messages=messages, continue_final_message=True, **more)
         assert text_of(chat, PLAIN) == "<user>x<assistant>So it"
     assert text_of(chat_of(messages=messages), PLAIN).endswith("<assistant>So it<a>")
+
+
+THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+)
+HM, SO = "Hm, " * 100, "So " * 100
+
+
+@pytest.mark.parametrize(
+    ("last", "inside"),
+    [
+        ({"reasoning_content": "Hm, "}, True),
+        ({"reasoning_content": HM}, True),
+        ({"content": f"<think>{HM}"}, True),
+        ({"content": f"<think>{HM}</think>{SO}"}, False),
+        ({"reasoning_content": HM, "content": SO}, False),
+        ({"content": SO}, False),
+    ],
+    ids=["short", "long", "as content", "after it", "content after it", "no reasoning"],
+)
+def test_reasoning_that_goes_on_is_reasoning_however_long_it_is(last: dict[str, str], inside: bool) -> None:
+    """Its beginning is not among the last characters of the prompt."""
+    tokenizer = Tokenizer(BACKEND, ChatTemplate(THOUGHTS, {}), AnswerFormat.of_template(THOUGHTS, knows_tools=False))
+    chat = chat_of(messages=[USER, {"role": "assistant", **last}], continue_final_message=True)
+    reading = build_request(generation_pb2.GenerateRequest(chat=chat), tokenizer, MODEL).reading
+    assert reading is not None
+    assert reading.begins_inside is inside
 
 
 @pytest.mark.parametrize(

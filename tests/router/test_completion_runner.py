@@ -309,6 +309,22 @@ async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: lis
     assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)
 
 
+async def test_an_answer_is_complete_without_its_end_also_in_the_last_attempt() -> None:
+    """All of its tokens have come, and no other worker could add one."""
+    parts: Any = Saying([said(3, 5), said(4, 6, 7), said(6)])  # no worker sends the last message: it breaks the attempt
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 3
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    output = OutputQueue()
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, output, parts)
+    settings = Settings(model="toy", max_attempts=1)
+    await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    delta, finished = await output.take(), await output.take()
+    assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
+    assert (parts.calls, len(request.notes)) == (1, 1)
+
+
 @pytest.mark.parametrize("counted", [True, False], ids=["as it is", "control"])
 async def test_an_answer_that_breaks_counts_its_first_token_and_its_retries(
     monkeypatch: pytest.MonkeyPatch, counted: bool

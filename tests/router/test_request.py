@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.answer.answer_format import FORMATS, AnswerFormat
+from services.router.answer.harmony_reader import ENDS, MARKERS
+from services.router.answer.parts import CallBegin, Reasoning, joined
 from services.router.frontend.openai import openai_protocol
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, build_request
@@ -27,6 +30,7 @@ MODEL = ModelFacts(context=64, vocab_size=100, eos_token_ids=(2,))
 NUMBERS = st.floats(0, 1) | st.floats()  # mostly possible ones, and everything that a double can be
 NO_TEXT = Tokenizer(None, None)  # a checkpoint without a tokenizer: token ids alone
 SAID = generation_pb2.ChatMessage(role="user", content=b"x")
+CALLED = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 LONE = b'[{"function": {"name": "\\ud800"}}]'  # a lone surrogate, which no tokenizer takes
 
 
@@ -55,6 +59,51 @@ def test_what_is_admitted_fits_the_model(ids: list[int], max_tokens: int | None)
     job = build_request(asked, NO_TEXT, MODEL)
     assert (job.tokens, job.prompt_len, job.generated) == (ids, len(ids), 0)
     assert job.max_tokens == (max_tokens or min(DEFAULT_MAX_TOKENS, MODEL.context - len(ids)))
+
+
+HEADERS = {"<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant<|channel|>"}
+HEADERS |= {f"{end}<|start|>" for end in ENDS}
+AND_CALLS = {"<|channel|>analysis", "<|channel|>commentary", "<|channel|>final<|message|>"}
+
+
+@pytest.mark.parametrize(("tools", "headers"), [([], HEADERS), ([CALLED], AND_CALLS)], ids=["answer", "calls"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_worker_learns_the_headers_of_gpt_oss(inside: bool, tools: list[Any], headers: set[str]) -> None:
+    """Before an answer that must fit a grammar. Workers of an earlier version know its end alone, which is the same."""
+    backend = fallback(strip=False).backend
+    assert backend is not None
+    backend.add_special_tokens(list(MARKERS))
+    template = ChatTemplate("{{ tools }}<|start|>assistant" + "<|channel|>analysis<|message|>" * inside, {})
+    tokenizer = Tokenizer(backend, template, AnswerFormat(calls="harmony", harmony=True))
+    chat = generation_pb2.Chat(messages=[SAID], tools=json.dumps(tools).encode() if tools else b"")
+    wanted = sampling_pb2.SamplingParams(grammar=common_pb2.Grammar(json=True))
+    model = replace(MODEL, context=4096, vocab_size=1000)
+    built = build_request(generation_pb2.GenerateRequest(chat=chat, sampling=wanted), tokenizer, model)
+    before = built.sampling.before_grammar
+    assert {tokenizer.decode(header.token_ids) for header in before.headers} == headers
+    assert tokenizer.decode(before.close) == "final<|message|>"
+    assert (before.open, before.HasField("open")) == (0 if inside else backend.token_to_id("<|channel|>"), not inside)
+
+
+@pytest.mark.parametrize("forced", [True, False], ids=["forced", "control"])
+def test_what_a_model_thinks_of_before_a_forced_call_is_no_call(forced: bool) -> None:
+    """Its worker forces the call behind the marker that ends the reasoning, and permits everything before it. Control:
+    where no call is forced, the model may have forgotten the marker."""
+    backend = fallback(strip=False).backend
+    assert backend is not None
+    backend.add_special_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(backend, ChatTemplate("{{ tools }}", {}), AnswerFormat(FORMATS["think"], "hermes"))
+    chat = generation_pb2.Chat(messages=[SAID], tools=json.dumps([CALLED]).encode())
+    if forced:
+        chat.tool_choice.name = "f"
+    model = replace(MODEL, context=4096, vocab_size=1000)
+    built = build_request(generation_pb2.GenerateRequest(chat=chat), tokenizer, model)
+    assert built.reading is not None
+    reader = built.reading.reader()
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    parts = joined([*reader.push(f"<think>As {call}</think>\n{call}"), *reader.finish()])
+    calls = [part for part in parts if isinstance(part, CallBegin)]
+    assert (len(calls), parts[0]) == ((1, Reasoning(f"As {call}")) if forced else (2, Reasoning("As")))
 
 
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 3))

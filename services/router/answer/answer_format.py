@@ -51,6 +51,18 @@ ANSWER_SHOWN = {"granite_tags": "<response></response>"}
 
 # gpt-oss begins a message with this token; its answer is the message after these texts.
 HARMONY_ANSWER = (harmony_reader.CHANNEL, f"final{harmony_reader.MESSAGE}")
+# The headers of its messages where the answer must fit a grammar: those of reasoning, and the answer's.
+HARMONY_HEADERS = (
+    *(f"{end}{harmony_reader.START}" for end in harmony_reader.ENDS),
+    f"{harmony_reader.START}assistant{harmony_reader.CHANNEL}",
+    f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",
+    "".join(HARMONY_ANSWER),
+)
+HARMONY_HEADERS_AND_CALLS = (  # calls have recipients, before or after the channel
+    f"{harmony_reader.CHANNEL}analysis",
+    f"{harmony_reader.CHANNEL}commentary",
+    "".join(HARMONY_ANSWER),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,12 @@ class AnswerFormat:
         if self.harmony:
             return HARMONY_ANSWER
         return (self.reasoning.open[0], self.reasoning.close[0]) if self.reasoning else ("", "")
+
+    def headers(self, *, offers_tools: bool) -> tuple[str, ...]:
+        """The headers of messages before a text that fits a grammar."""
+        if not self.harmony:
+            return ()
+        return HARMONY_HEADERS_AND_CALLS if offers_tools and self.calls else HARMONY_HEADERS
 
     @property
     def markers(self) -> frozenset[str]:

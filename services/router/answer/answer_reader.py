@@ -17,11 +17,18 @@ class AnswerReader:
 
     `tools`: the offered tools, a list as in OpenAI's API; without tools, calls stay text. `begins_inside`: the prompt
     ends within reasoning. `one_call`: all calls except the first are dropped (parallel_tool_calls: false, as in vLLM).
-    A call within unfinished reasoning ends the reasoning (ReasoningReader).
+    A call within unfinished reasoning ends the reasoning (ReasoningReader), unless `marker_ends` says that only the
+    closing marker does: there a worker begins with a grammar.
     """
 
     def __init__(
-        self, format: AnswerFormat, *, tools: list[Any] | None, begins_inside: bool, one_call: bool = False
+        self,
+        format: AnswerFormat,
+        *,
+        tools: list[Any] | None,
+        begins_inside: bool,
+        one_call: bool = False,
+        marker_ends: bool = False,
     ) -> None:
         self._one_call = one_call
         self._calls: PartReader | None = None  # reads the text of the first reader
@@ -37,7 +44,7 @@ class AnswerReader:
             self._calls = registry.reader_of(format.calls, tools)
             names = frozenset(str(tool["function"]["name"]) for tool in tools)
             reader = partial(registry.reader_of, format.calls, tools)
-            within = CallsWithin(registry.MARKERS[format.calls], reader, names)
+            within = None if marker_ends else CallsWithin(registry.MARKERS[format.calls], reader, names)
         if format.reasoning:
             self._first = ReasoningReader(format.reasoning, begins_inside=begins_inside, calls=within)
 

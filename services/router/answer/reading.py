@@ -17,6 +17,7 @@ class Reading:
     tools: list[Any] | None  # the offered tools; None: calls stay text
     begins_inside: bool  # the prompt ends within reasoning
     one_call: bool  # only the first call is passed on
+    marker_ends: bool = False  # only its closing marker ends the reasoning: there a worker begins with a grammar
 
     @property
     def finds_parts(self) -> bool:
@@ -24,7 +25,13 @@ class Reading:
         return self.format.reasons or bool(self.tools and self.format.calls)
 
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.format, tools=self.tools, begins_inside=self.begins_inside, one_call=self.one_call)
+        return AnswerReader(
+            self.format,
+            tools=self.tools,
+            begins_inside=self.begins_inside,
+            one_call=self.one_call,
+            marker_ends=self.marker_ends,
+        )
 
     def message(self) -> generation_pb2.Reading:
         tools = json.dumps(self.tools).encode() if self.tools else b""

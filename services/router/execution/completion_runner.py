@@ -137,7 +137,7 @@ class CompletionRunner:
                 log.warning(
                     "attempt.failed", request=request.request_id, attempt=timeline.attempts, error=error.message
                 )
-                if timeline.attempts >= self._settings.max_attempts:
+                if request.finish() is None and timeline.attempts >= self._settings.max_attempts:
                     raise _given_up(request, timeline, error) from error
             if request.generated - before >= 2:
                 self._poison.served(request)

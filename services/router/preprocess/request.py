@@ -151,8 +151,9 @@ def build_request(
         sampling.bad_words.extend(sampling_pb2.BadWord(token_ids=ids) for ids in tokenizer.spellings(word))
     if (grammar := _grammar(message, tokenizer, stop_ids, fixed)) is not None:
         sampling.grammar.CopyFrom(grammar)
-        if (reasoning := _before_grammar(reading, tokenizer)) is not None:
+        if reading is not None and (reasoning := _before_grammar(reading, tokenizer)) is not None:
             sampling.before_grammar.CopyFrom(reasoning)
+            reading = replace(reading, marker_ends=True)
     choices = validation.completions(params)
     validation.check_priority(message.priority)
     return Request(
@@ -194,10 +195,10 @@ def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rend
     return reading if reading.finds_parts else None
 
 
-def _before_grammar(reading: Reading | None, tokenizer: Tokenizer) -> sampling_pb2.ReasoningTokens | None:
+def _before_grammar(reading: Reading, tokenizer: Tokenizer) -> sampling_pb2.ReasoningTokens | None:
     """The tokens of reasoning before a text that fits a grammar. Raises InvalidRequest if tokens cannot show its
     end."""
-    if reading is None or not reading.format.reasons:
+    if not reading.format.reasons:
         return None
     opening, close = tokenizer.reasoning_ids()
     if reading.begins_inside and not close:
@@ -209,7 +210,12 @@ def _before_grammar(reading: Reading | None, tokenizer: Tokenizer) -> sampling_p
         )
     if not close or (opening is None and not reading.begins_inside):
         return None
-    return sampling_pb2.ReasoningTokens(open=None if reading.begins_inside else opening, close=close)
+    headers = reading.format.headers(offers_tools=bool(reading.tools)) if opening is not None else ()
+    return sampling_pb2.ReasoningTokens(
+        open=None if reading.begins_inside else opening,
+        close=close,
+        headers=[sampling_pb2.TokenRun(token_ids=tokenizer.encode(text, special=False)) for text in headers],
+    )
 
 
 def _grammar(

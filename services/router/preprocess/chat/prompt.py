@@ -23,7 +23,9 @@ END_CHARACTERS = 256
 
 class PromptTokens(NamedTuple):
     tokens: list[int]
-    rendered_end: str  # the last END_CHARACTERS of a rendered chat; empty for text and token ids
+    # The last END_CHARACTERS of a rendered chat and, if its last message is continued, all of that message, whose
+    # beginning shows whether it is reasoning. Empty for text and token ids.
+    rendered_end: str
 
 
 def prompt_tokens(
@@ -47,7 +49,9 @@ def prompt_tokens(
         chat = kind == "chat"
         if chat:
             text = tokenizer.render(_messages(message.chat), tools_of(message.chat.tools), _rendering(message.chat))
-            rendered_end = text[-END_CHARACTERS:]
+            last = message.chat.messages[-1]
+            continued = len(last.content or last.reasoning) if message.chat.continue_last_message else 0
+            rendered_end = text[-END_CHARACTERS - continued :]
         else:
             text = utf8(message.text, "text", "at least one character")
         if least := tokenizer.at_least(text, model.context):
