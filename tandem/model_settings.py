@@ -56,15 +56,9 @@ def settings_of_models(settings: Settings) -> dict[str, Settings]:
     models = {name: _own(settings, name, own) for name, own in settings.models.items()}
     workers = settings.host_workers or sum(own.prefill + own.decode for own in models.values())
     models = {name: own.model_copy(update={"host_workers": workers}) for name, own in models.items()}
-    pools: dict[str, str] = {}
+    _check_pools(models)
     owners: dict[str, str] = {}
     for name, own in models.items():
-        if pools.setdefault(own.cluster, name) != name:
-            raise SettingsError(
-                f"models.{pools[own.cluster]} and models.{name} would share their workers",
-                field=f"models.{name}.cluster",
-                bound="a name that no other model's pools have",
-            )
         for served in {name, *own.model_names, *own.adapters}:
             if owners.setdefault(served, name) != name:
                 raise SettingsError(
@@ -106,6 +100,18 @@ def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
             )
         models[name] = {"model": folder, "served_model_name": served}
     return models
+
+
+def _check_pools(models: dict[str, Settings]) -> None:
+    """Raises SettingsError for two models with the same pools' name."""
+    owners: dict[str, str] = {}
+    for name, own in models.items():
+        if owners.setdefault(own.cluster, name) != name:
+            raise SettingsError(
+                f"models.{owners[own.cluster]} and models.{name} would share their workers",
+                field=f"models.{name}.cluster",
+                bound="a name that no other model's pools have",
+            )
 
 
 def _own(settings: Settings, name: str, own: dict[str, Any]) -> Settings:
