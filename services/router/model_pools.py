@@ -65,9 +65,9 @@ class ModelPools:
         return {record.address for record in self.view.incarnations.values() if record.role != "router"}
 
     async def _reach(self) -> None:
-        """Asks ready decode workers until the first one answers. Their records do not say that the network lets this
-        router through, nor that they take its certificate and its token, as they do not while an upgrade changes
-        these."""
+        """Asks ready decode workers until the first one answers. A record does not show whether the network lets this
+        router through, nor whether the worker accepts its certificate and token: during an upgrade that changes these,
+        former workers do not."""
         async for _ in self.view.updates():
             if not self.reached and (ready := [one for one in self.view.of_role("decode") if one.state is State.READY]):
                 await asyncio.gather(*map(self._ask, sample(ready, min(len(ready), REACH_AT_ONCE))))

@@ -171,6 +171,16 @@ def test_reasoning_that_goes_on_is_reasoning_however_long_it_is(last: dict[str, 
     assert reading.begins_inside is inside
 
 
+def test_what_a_user_wrote_before_a_continued_message_is_no_reasoning() -> None:
+    """However many bytes the characters of that message take."""
+    tokenizer = Tokenizer(BACKEND, ChatTemplate(THOUGHTS, {}), AnswerFormat.of_template(THOUGHTS, knows_tools=False))
+    asks = {"role": "user", "content": "What is <think>?" + "x" * 300}
+    chat = chat_of(messages=[asks, {"role": "assistant", "content": "それで" * 100}], continue_final_message=True)
+    reading = build_request(generation_pb2.GenerateRequest(chat=chat), tokenizer, MODEL).reading
+    assert reading is not None
+    assert not reading.begins_inside
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -142,9 +142,9 @@ class CompletionRunner:
             if request.generated - before >= 2:
                 self._poison.served(request)
 
-    def _does_not_count(self, placement: Placement, timeline: RequestTimeline, *, full: bool = False) -> None:
-        """The decode worker had no room (`full`), did not get the request, or cannot serve it."""
-        self._scheduler.rejected(placement, full=full)
+    def _does_not_count(self, placement: Placement, timeline: RequestTimeline) -> None:
+        """The decode worker did not get the request, or is too small for it."""
+        self._scheduler.rejected(placement, full=False)
         timeline.refused()
 
     async def _attempt(

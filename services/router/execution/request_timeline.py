@@ -96,8 +96,8 @@ class RequestTimeline:
         self._dispatched = monotonic()
 
     def refused(self) -> None:
-        """The decode worker had no room after all, or did not receive the request. This counts as time but not as an
-        attempt."""
+        """The decode worker had no room after all, did not receive the request, or is too small for it, or a worker
+        lacks its adapter. This counts as time but not as an attempt."""
         self.attempts -= 1
         self.failed()
 

@@ -17,8 +17,8 @@ from services.router.routing.placement import WorkerSnapshot
 from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
 
-# Each dispatch looks at the first of each line once for the first of each line. A request that would begin one more
-# stays in the queue, where it keeps all others waiting.
+# A dispatch compares the first request of each line with those of all lines before it, so its cost grows with the square
+# of their number. A request that would begin one more line stays in the queue, where it keeps all others waiting.
 MAX_LINES = 16
 
 

@@ -26,7 +26,7 @@ class WaitingRequest(Waiting):
     alone: bool = False
     computed: int = 0  # prompt tokens that were expected to be computed
     admitted: bool = False  # by its decode worker
-    refused: bool = False  # by its decode worker, for now
+    refused: bool = False  # this was no attempt: it will be placed again, and counts only once
     leaving: bool = False  # its answer has begun, and its wait ends: it takes room that others wait for
     unplaceable: bool = False  # no decode worker would give its remaining tokens
 

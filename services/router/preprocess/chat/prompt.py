@@ -50,7 +50,7 @@ def prompt_tokens(
         if chat:
             text = tokenizer.render(_messages(message.chat), tools_of(message.chat.tools), _rendering(message.chat))
             last = message.chat.messages[-1]
-            continued = len(last.content or last.reasoning) if message.chat.continue_last_message else 0
+            continued = len((last.content or last.reasoning).decode()) if message.chat.continue_last_message else 0
             rendered_end = text[-END_CHARACTERS - continued :]
         else:
             text = utf8(message.text, "text", "at least one character")
