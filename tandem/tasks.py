@@ -132,7 +132,9 @@ async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
                 waiting[asyncio.ensure_future(anext(stream))] = stream
                 yield item
     finally:
-        await asyncio.gather(*map(end, waiting))  # together: a second cancellation must find none that goes on
+        for task in waiting:
+            task.cancel()  # all at once: a second cancellation may end the next line before it begins
+        await asyncio.gather(*map(end, waiting))
         for task in waiting:
             if not task.cancelled():
                 task.exception()  # retrieved: only the first error is raised

@@ -179,7 +179,7 @@ END = (
     + """
 local status, kept = ARGV[3], tonumber(ARGV[6])
 local lines = tonumber(redis.call('HGET', KEYS[1], 'total') or '0')
-if status == 'completed' and redis.call('BITCOUNT', KEYS[3]) < lines then return 'lost' end  -- results, in a failover
+if status == 'completed' and redis.call('BITCOUNT', KEYS[3]) < lines then return 'lost' end  -- the next owner goes on
 for at, kind in ipairs({'output', 'error'}) do
   local file, content, id = KEYS[4 + 2 * at], KEYS[5 + 2 * at], ARGV[7 + at]
   local bytes = redis.call('HGET', KEYS[1], (kind == 'output' and 'completed' or 'failed') .. '_bytes')

@@ -112,10 +112,10 @@ class JobJournal:
         await self._reads.close()
 
     async def submit(self, jobs: Sequence[Asked], tenant: str = "", timeout_s: float = DAY_S) -> list[bool]:
-        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1. What
-        no router has ended when `timeout_s`, and the time for which ended jobs are kept, have passed, expires.
-        Raises PreconditionFailed for another request under the same id, Busy when too many are open, or too many bytes
-        of them, TooLarge for more new ones than may ever be open."""
+        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1. A job
+        that no router ends expires after `timeout_s` and the time for which ended jobs are kept. Raises
+        PreconditionFailed for another request under the same id, Busy when too many are open, or too many bytes of
+        them, TooLarge for more new ones than may ever be open."""
         args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant, self._most_bytes, self._job("")]
         args.append(int(timeout_s * 1000) + self._kept_ms)
         for job in jobs:

@@ -27,7 +27,7 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
+from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisClusterException, RedisError
 
 from tandem.errors import NotFound, SettingsError, Unavailable
 
@@ -177,6 +177,9 @@ def _bad_url(why: str) -> SettingsError:
 def answering() -> Iterator[None]:
     try:
         yield
+    except OutOfMemoryError as error:  # it answers, so what has begun may wait until it has memory
+        raise_lost_cancel()
+        raise Unavailable(f"the registry is full: {error}", reason="REGISTRY_FULL", retry_after=5.0) from error
     except FAILURES as error:
         raise_lost_cancel()
         raise Unavailable(

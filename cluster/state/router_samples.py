@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.state.redis_store import RedisStore
+from cluster.state.redis_store import EVEN_IF_FULL, RedisStore
 
 MAX_CONNECTIONS = 2
-EXCHANGE = """
+EXCHANGE = (
+    EVEN_IF_FULL
+    + """
 local now = tonumber(redis.call('TIME')[1])
 redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
@@ -29,6 +31,7 @@ for i = 1, #all, 2 do
 end
 return found
 """
+)
 
 
 class RouterSamples:

@@ -416,8 +416,9 @@ async def test_a_full_server_keeps_continues_and_ends_jobs_and_stores_no_new_one
     await kept.submit(asked("/runs", "/waits", "/runs:none"))
     async with kept._writes.connection() as client:
         await client.config_set("maxmemory", 1)
-    with pytest.raises(Unavailable, match="maxmemory"):
+    with pytest.raises(Unavailable, match="maxmemory") as full:
         await kept.submit(asked("/new"))
+    assert full.value.reason == "REGISTRY_FULL", "it answers, so those who have begun something wait"
     watchers = [asyncio.create_task(until_end(kept, "/runs"))]
     await reading(kept, 1)
     watchers.append(asyncio.create_task(until_end(kept, "/waits")))

@@ -39,6 +39,15 @@ async def test_each_router_gets_the_latest_sample_of_all(samples: Any) -> None:
     assert most == 0
 
 
+async def test_a_full_server_does_not_hide_the_routers(samples: Any, valkey: EmbeddedValkey) -> None:
+    """Operators look at the dashboard then."""
+    async with redis.from_url(valkey.url) as client:
+        await client.config_set("maxmemory", 1)
+    one, other = samples(), samples()
+    await one.exchange("router-0", {"ok": 1})
+    assert await other.exchange("router-1", {"ok": 5}) == {"router-0": {"ok": 1}, "router-1": {"ok": 5}}
+
+
 async def test_a_router_that_is_gone_is_left_out_and_removed(samples: Any, valkey: EmbeddedValkey) -> None:
     """A sample expires by the server's clock, and one that cannot be read is skipped."""
     one = samples()

@@ -58,7 +58,9 @@ class Greedy(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Greedy):
             return self._tokens == other._tokens
-        answer, asked = list(cast("list[int]", other)), (str(self._folder), tuple(self._prompt))
+        if not isinstance(other, list | tuple):  # an error in its place
+            return False
+        answer, asked = list(other), (str(self._folder), tuple(self._prompt))
         if len(answer) != self._new:
             return False
         if len(_longest.get(asked, ())) < len(answer) and follows(self._folder, self._prompt, answer):

@@ -17,7 +17,7 @@ from services.router.routing.placement import WorkerSnapshot
 from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
 
-# A dispatch compares the first request of each line with those of all lines before it, so its cost grows with the square
+# A dispatch compares the first request of each line with those of all lines before it: its cost grows with the square
 # of their number. A request that would begin one more line stays in the queue, where it keeps all others waiting.
 MAX_LINES = 16
 
