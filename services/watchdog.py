@@ -35,7 +35,7 @@ CHECK_INTERVAL_S = 0.25
 LOOP_BLOCKED_LOG_S = 1.0  # an event loop that is blocked for this long is logged, with its stack
 INTERPRETER_STALL_S = 60.0
 MAX_LOGGED_FRAMES = 8  # of each thread in the log
-MAX_LINE_S = 1.0  # for one line of the watchdog: where nobody reads the log, it can hang as the event loop does
+MAX_LINE_S = 1.0  # for one log line of the watchdog: a stderr that blocks the event loop blocks it, too
 EXIT_STATUS = 70  # EX_SOFTWARE
 end_process: Callable[[int], object] = os._exit  # replaced in tests that run several workers in one process
 

@@ -31,8 +31,8 @@ from tandem.errors import PreconditionFailed, Unavailable
 log = structlog.get_logger(__name__)
 
 PREFIX = "POOL_OBJECTS"  # environment variable: the Deployment of a pool is named <its value>-<pool>
-ANNOTATION = "tandem/agreed-size"
-OF_CLUSTER = "tandem/agreed-cluster"  # annotation: the cluster that agreed
+AGREED_SIZE = "tandem/agreed-size"  # annotation
+AGREED_CLUSTER = "tandem/agreed-cluster"  # annotation: the cluster that agreed to it
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LEAST = {"prefill": 0, "decode": 1}
 MOST = 1024
@@ -71,7 +71,7 @@ class Api:
 
     async def write(self, name: str, size: int, cluster: str, version: str) -> None:
         """Raises Unavailable, and PreconditionFailed if the object has changed since that version."""
-        metadata = {"resourceVersion": version, "annotations": {ANNOTATION: str(size), OF_CLUSTER: cluster}}
+        metadata = {"resourceVersion": version, "annotations": {AGREED_SIZE: str(size), AGREED_CLUSTER: cluster}}
         await asyncio.to_thread(self._call, name, {"metadata": metadata, "spec": {"replicas": size}})
 
     def _call(self, name: str, change: dict[str, Any] | None) -> Any:
@@ -128,7 +128,7 @@ def _object(answer: Any) -> PoolObject:
     """Raises Unavailable."""
     try:
         written, version = answer["metadata"].get("annotations") or {}, answer["metadata"]["resourceVersion"]
-        agreed, replicas = written.get(ANNOTATION, ""), int(answer["spec"].get("replicas", 1))
-        return PoolObject(replicas, int(agreed) if agreed.isdigit() else None, version, written.get(OF_CLUSTER, ""))
+        agreed, replicas = written.get(AGREED_SIZE, ""), int(answer["spec"].get("replicas", 1))
+        return PoolObject(replicas, int(agreed) if agreed.isdigit() else None, version, written.get(AGREED_CLUSTER, ""))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Unavailable(f"not a deployment: {error!r}") from error

@@ -7,7 +7,7 @@ than half of the start.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,20 @@ PORTS = {
 COMMAND = "_build_python_executable_command_memory_profileable"
 
 
+def idle_agents(components: Collection[str]) -> None:
+    """From now on Ray starts a script without a library in the place of these agents."""
+    services = vars(ray._private.services)
+    original = services[COMMAND]
+
+    def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
+        """The command before the path of Ray's own script."""
+        if component not in components:
+            return list(original(component, *args, **kwargs))
+        return [sys.executable, "-I", "-S", str(HERE / "idle_agent.py"), ",".join(PORTS[component])]
+
+    services[COMMAND] = command
+
+
 @contextmanager
 def small_node() -> Iterator[None]:
     """Inside the block, ray.init() starts such a node. It has no arguments for that, so this patches attributes; if a
@@ -46,15 +60,10 @@ def small_node() -> Iterator[None]:
         def start_api_server(self, **_: Any) -> None:
             """Starts nothing: without the dashboard the API server only loads usage statistics."""
 
-    def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
-        """The command before the path of Ray's own script."""
-        if component not in PORTS:
-            return list(original_command(component, *args, **kwargs))
-        return [sys.executable, "-I", "-S", str(HERE / "idle_agent.py"), ",".join(PORTS[component])]
-
     node, services = vars(ray._private.node), vars(ray._private.services)
     original_node, original_command = node["Node"], services[COMMAND]
-    node["Node"], services[COMMAND] = SmallNode, command
+    node["Node"] = SmallNode
+    idle_agents(PORTS)
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ except TandemError as error:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[dict[str, str]]:
-    """A Ray head as an administrator would start it, but for an agent that nobody asks (tests/support/ray_command.py);
+    """A Ray head as an administrator would start it, without the dashboard's agent (tests/support/ray_command.py);
     yields the environment in which it is found."""
     with tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True) as directory:  # short: socket paths
         yield from _head(directory)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.kuberay.pool_objects import ANNOTATION, OF_CLUSTER, Api, PoolObject, PoolObjects, agree
+from cluster.kuberay.pool_objects import AGREED_CLUSTER, AGREED_SIZE, Api, PoolObject, PoolObjects, agree
 from cluster.state.registry import Registry
 from tandem.errors import PreconditionFailed, Unavailable
 
@@ -125,11 +125,11 @@ async def test_a_pool_keeps_its_size_when_its_cluster_gets_another_name(
     for cluster, size in (("former", 12), (registry.cluster, 1), ("", 1)):
         await registry.set_wanted({"decode": 1})
         server.scale("decode", 12)
-        written = {ANNOTATION: "12", **({OF_CLUSTER: cluster} if cluster else {})}
+        written = {AGREED_SIZE: "12", **({AGREED_CLUSTER: cluster} if cluster else {})}
         server.objects["demo-decode"]["metadata"]["annotations"] = written
         await objects._one("decode")
         assert (await registry.wanted())["decode"] == server.size("decode") == size
-        agreed = {ANNOTATION: str(size), OF_CLUSTER: registry.cluster}
+        agreed = {AGREED_SIZE: str(size), AGREED_CLUSTER: registry.cluster}
         assert server.objects["demo-decode"]["metadata"]["annotations"] == agreed
 
 
@@ -167,8 +167,8 @@ async def test_every_way_to_scale_ends_at_the_same_sizes(
         await registry.set_wanted({"prefill": 1})
         await until(1, 5)
         assert server.objects["demo-decode"]["metadata"]["annotations"] == {
-            ANNOTATION: "5",
-            OF_CLUSTER: registry.cluster,
+            AGREED_SIZE: "5",
+            AGREED_CLUSTER: registry.cluster,
         }
         assert not running.done()
     finally:

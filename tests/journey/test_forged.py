@@ -177,7 +177,7 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
                 ({"token_ids": [vocabulary]}, {"INVALID_ARGUMENT"}),
                 ({"prompt_tokens": 41}, {"INVALID_ARGUMENT"}),
                 ({"max_tokens": 2**32 - 1}, {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}),
-                ({"adapter": {"name": "nobody's"}}, {"UNAVAILABLE"}),  # another worker may have it
+                ({"adapter": {"name": "nobody's"}}, {"UNAVAILABLE"}),  # the router asks another worker
             ):
                 call = decodes.Decode(decode_pb2.DecodeRequest(**{**given, **changes}), timeout=60)
                 assert await refused(call) in statuses, changes

@@ -24,7 +24,7 @@ from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_timeline import ReceiptLog, RequestTimeline
 from services.router.execution.stream_mux import NOT_SENT
 from services.router.execution.usage_meter import UsageMeter
-from services.router.preprocess.request import build_request
+from services.router.preprocess.request import Request, build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
@@ -280,6 +280,21 @@ class Saying(Unreachable):
     observe_path = generated = sent = first_token = over = finished = kept
 
 
+async def answered(parts: Any, max_attempts: int) -> Request:
+    """A request whose answer is three tokens, 5, 6 and 7, after its end."""
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 3
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    output = OutputQueue()
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, output, parts)
+    settings = Settings(model="toy", max_attempts=max_attempts)
+    await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    delta, finished = await output.take(), await output.take()
+    assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
+    return request
+
+
 @pytest.mark.parametrize(
     "faulty",
     [
@@ -296,32 +311,14 @@ class Saying(Unreachable):
 async def test_what_no_working_decode_worker_sends_is_a_lost_attempt(faulty: list[decode_pb2.DecodeResponse]) -> None:
     """The answer goes on elsewhere with the tokens that were sent before, and has none of the faulty message."""
     parts: Any = Saying(faulty, [said(3, 5), said(4, 6, 7), ENDED] if len(faulty) == 1 else [said(4, 6, 7), ENDED])
-    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
-    asked.sampling.max_tokens = 3
-    request = build_request(asked, Tokenizer(None, None), MODEL)
-    output = OutputQueue()
-    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
-    completion = Completion(request, RequestTimeline(monotonic()), reader, output, parts)
-    settings = Settings(model="toy", max_attempts=2)
-    await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
-    delta, finished = await output.take(), await output.take()
-    assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
+    request = await answered(parts, max_attempts=2)
     assert (parts.calls, parts.suspected, len(request.notes)) == (2, 1, 1)
 
 
 async def test_an_answer_is_complete_without_its_end_also_in_the_last_attempt() -> None:
     """All of its tokens have come, and no other worker could add one."""
     parts: Any = Saying([said(3, 5), said(4, 6, 7), said(6)])  # no worker sends the last message: it breaks the attempt
-    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
-    asked.sampling.max_tokens = 3
-    request = build_request(asked, Tokenizer(None, None), MODEL)
-    output = OutputQueue()
-    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
-    completion = Completion(request, RequestTimeline(monotonic()), reader, output, parts)
-    settings = Settings(model="toy", max_attempts=1)
-    await CompletionRunner(settings, parts, parts, parts, parts).run(completion, monotonic() + 10.0)
-    delta, finished = await output.take(), await output.take()
-    assert (list(delta.delta.token_ids), finished.finished.reason) == ([5, 6, 7], common_pb2.FINISH_REASON_LENGTH)
+    request = await answered(parts, max_attempts=1)
     assert (parts.calls, len(request.notes)) == (1, 1)
 
 

@@ -578,7 +578,7 @@ async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> Non
 
 
 async def test_what_is_placed_at_once_says_nothing_about_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waited for those places: the next one of the line is not refused for their pace."""
+    """No request waited for those places, so their pace is no reason to refuse the next one of the line."""
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1, running=1)), 60.0, RoutingConfig())
