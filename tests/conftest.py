@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,15 @@ def pytest_runtest_setup() -> None:
     that builds an engine leaves that engine's number to the tests after it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure that cannot be repeated is explained by what the test's processes wrote."""
+    report = yield
+    if report.failed and "tests.support.harness" in sys.modules:
+        report.sections += sys.modules["tests.support.harness"].outputs()
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -187,7 +187,8 @@ def killed_in_stream(client: Client, prompt: list[int], expected: list[int]) -> 
     assert ids == expected
     assert receipt is not None
     assert decode_worker(client, but=before.incarnation).pid != before.pid
-    assert client.audit().balanced
+    audit = client.audit()
+    assert audit.balanced, audit
     return receipt.attempts > 1
 
 

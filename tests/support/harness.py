@@ -17,13 +17,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
+from weakref import WeakSet
 
+from cluster import run_directory
 from cluster.state.embedded_valkey import EmbeddedValkey
 from tandem.client import Client
 from tests.support.copies import Copy
 from tests.support.waiting import wait_until
 
 START_TIMEOUT_S = 90.0
+SHOWN_CHARACTERS = 1500  # of each output and log of a failed test
+_processes: WeakSet[Process] = WeakSet()
+
+
+def outputs() -> list[tuple[str, str]]:
+    """What the processes of the current test, or of its module, have written last: for the report of a failure."""
+    shown = []
+    for process in list(_processes):
+        shown.append((f"output of {process.name}", process.text()[-SHOWN_CHARACTERS:]))
+        for run in run_directory._parent().glob(f"tandem-{process.pid}-*"):  # of a `tandem up`
+            for log in sorted(run_directory.logs(run).glob("worker-*.err")):
+                shown.append((log.name, log.read_text(errors="replace")[-SHOWN_CHARACTERS:]))
+    return [(name, text) for name, text in shown if text.strip()]
 
 
 class Process:
@@ -33,6 +48,7 @@ class Process:
         """`arguments` of a command with this environment, or what has been started already."""
         self.name = name
         self.output: list[str] = []
+        _processes.add(self)
         self._lines: Queue[str | None] = Queue()
         self.popen: Copy | subprocess.Popen[str]
         if isinstance(arguments, Copy):
