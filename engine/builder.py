@@ -67,7 +67,8 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
 
 
 def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None], *, generates: bool) -> Engine:
-    device = model.device
+    device, folder = model.device, checkpoint.resolve(settings.model)
+    vocabulary = checkpoint.vocabulary_of(folder)  # before memory is measured, of which it takes some for a moment
     _check_order(settings, model)
     draft = _draft_model(settings, model, say) if generates and settings.speculation != "off" else None
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
@@ -97,10 +98,10 @@ def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None
         spare_block=decodes,
         generates=decodes,
     )
-    grammars = Grammars(checkpoint.resolve(settings.model), model.vocab_size, model.eos_token_ids)
+    grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
     speculation = _speculation(settings, draft, blocks) if generates else None
     engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
-    engine.products = products
+    engine.products, engine.vocabulary = products, vocabulary
     say(f"{blocks} blocks of KV allocated{engine.states or ''}")
     if device.type == "cuda":
         problem = sampler.kernel_problem(device)

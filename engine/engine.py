@@ -61,6 +61,7 @@ class Engine:
     ) -> None:
         self.model, self.ranks, self.config = model, model.ranks, config
         self.products: speed_check.Report | None = None  # set by build_engine
+        self.vocabulary = ""  # likewise: a digest of what its token ids mean; "": not known
         self.pace = pace or StepTime()
         self.alone_s = PROMPTS_S  # longest step without streams; the worker may shorten it
         self.speculation = speculation

@@ -1,5 +1,4 @@
-"""The common base of prefill and decode workers: an engine, its pages on a transport, a gRPC server, a record in the
-registry, a ledger, and an orderly shutdown."""
+"""The base of both kinds of workers: engine, pages on a transport, gRPC server, record, ledger, orderly shutdown."""
 
 from __future__ import annotations
 
@@ -220,6 +219,7 @@ class Worker:
             max_model_len=min(model.max_model_len, (pool.total - self.engine.state_blocks) * pool.block_size),
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),
+            vocabulary=self.engine.vocabulary,
             block_size=pool.block_size,
             state_blocks=self.engine.state_blocks,
             running=len(self._open),

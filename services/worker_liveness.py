@@ -6,6 +6,9 @@ A missing record does not mean a dead worker either, because a restarted registr
 there are two views. `workers` are the present records; they get new requests. `incarnations` are the workers whose
 connections, streams and caches are kept: present, or absent for less than FORGET_S, unless another incarnation with the
 same id or address shows that the former one has ended.
+
+A router encodes and decodes text with its own tokenizer. A worker whose checkpoint has another vocabulary would take
+its token ids for other words, so the router knows that worker, but gives it no requests.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from time import monotonic, time
 
 import structlog
 
-from cluster.state.registry import Registry, RegistryChanges, WorkerRecord
+from cluster.state.registry import Registry, RegistryChanges, State, WorkerRecord
 from tandem.errors import Unavailable
 from tandem.tasks import end, forever
 
@@ -39,11 +42,13 @@ class _Presence:
 
 
 class WorkerLiveness:
-    def __init__(self, registry: Registry, refresh_s: float) -> None:
+    def __init__(self, registry: Registry, refresh_s: float, vocabulary: str = "") -> None:
+        """`vocabulary`: the digest of the reader's vocabulary; empty if it has none."""
         self.workers: dict[str, WorkerRecord] = {}
         self.registry_ok = False
         self._registry = registry
         self._refresh_s = refresh_s
+        self._vocabulary = vocabulary
         self._presences: dict[Incarnation, _Presence] = {}
         self._read_at = -math.inf  # when the latest successful read began
         self._full_at = -math.inf  # likewise, of a read of all records
@@ -62,7 +67,19 @@ class WorkerLiveness:
         await end(self._task)
 
     def of_role(self, role: str) -> list[WorkerRecord]:
-        return [worker for worker in self.workers.values() if worker.role == role]
+        """Without those of another vocabulary."""
+        pool = (worker for worker in self.workers.values() if worker.role == role)
+        return [worker for worker in pool if worker.state is not State.OTHER_VOCABULARY]
+
+    @property
+    def of_other_vocabulary(self) -> list[str]:
+        """The ids of the workers that have another vocabulary than the reader."""
+        return [name for name, worker in self.workers.items() if worker.state is State.OTHER_VOCABULARY]
+
+    @property
+    def needed(self) -> str:
+        """For a sentence that no worker is there: what it must have, where others lack that."""
+        return " with the vocabulary of this router's tokenizer" if self.of_other_vocabulary else ""
 
     @property
     def incarnations(self) -> dict[Incarnation, WorkerRecord]:
@@ -125,9 +142,10 @@ class WorkerLiveness:
 
     def _apply(self, changes: RegistryChanges, began: float) -> None:
         records = dict(changes.records)
-        for name, record in changes.records.items():
-            if record is None:
+        for name, found in changes.records.items():
+            if found is None:
                 continue
+            record = self._judged(found)
             # A record among the changes was written after the last read; a full answer contains its age.
             after = began - (time() - record.beat) if changes.full else self._read_at
             presence = self._presences.setdefault((record.worker_id, record.incarnation), _Presence(record, after))
@@ -149,6 +167,14 @@ class WorkerLiveness:
             elif presence.absent_since is None:
                 presence.absent_since = began
         self._read_at = began
+
+    def _judged(self, record: WorkerRecord) -> WorkerRecord:
+        """The record, with the state of a worker that this process must not use."""
+        if not self._vocabulary or record.vocabulary in ("", self._vocabulary):
+            return record
+        if (record.worker_id, record.incarnation) not in self._presences:
+            log.warning("worker.other_vocabulary", worker=record.worker_id)
+        return replace(record, state=State.OTHER_VOCABULARY)
 
     async def nudge(self) -> None:
         """Wakes the waiters of `newer_than` for a reason other than a change of the registry."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointRefused(f"{file} is not a JSON object")
     return content
+
+
+def vocabulary_digest(ids: Mapping[str, int]) -> str:
+    """Equal for two tokenizers whose ids mean the same tokens. `ids` are those of all tokens, by name."""
+    by_id = sorted((token, name) for name, token in ids.items())  # by name it takes 0.8 s of 256k tokens
+    return hashlib.blake2b(json.dumps(by_id).encode(), digest_size=16).hexdigest()
 
 
 def check_adapter(name: str, folder: str) -> None:

@@ -18,7 +18,8 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """ready or draining. A worker that is starting, or whose heartbeat is missing, is not in the list."""
+    """ready, draining, or other-vocabulary: its checkpoint has another vocabulary than the router's tokenizer, so the
+    router sends it no requests. A worker that is starting, or whose heartbeat is missing, is not in the list."""
     pid: int
     incarnation: str
     address: str

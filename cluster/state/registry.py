@@ -55,6 +55,7 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    OTHER_VOCABULARY = "other-vocabulary"  # to the reader (services/worker_liveness.py); no worker reports it
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class WorkerRecord:
     max_model_len: int = 0  # longest sequence that this worker can hold
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
+    vocabulary: str = ""  # digest of what its token ids mean; "": no tokenizer, or a worker of an older version
     block_size: int = 0
     state_blocks: int = 0  # blocks of a copy of a sequence's recurrent states; 0: no such states
     max_running: int = 0

@@ -12,9 +12,10 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import tokenizers
 import xxhash
 
-from tandem.checkpoint import ADAPTER_CONFIG, folder_of, hub_revision, read_json, weight_files
+from tandem.checkpoint import ADAPTER_CONFIG, folder_of, hub_revision, read_json, vocabulary_digest, weight_files
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,19 @@ def fingerprint(folder: Path, files: list[Path]) -> str:
             else:
                 _add_tensors(digest, stream)
     return digest.hexdigest()
+
+
+def vocabulary_of(folder: Path) -> str:
+    """The digest of its tokenizer's vocabulary, which routers compare with their own. Empty without a tokenizer.json,
+    and for one that cannot be read: the routers that need it refuse it."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return ""
+    try:
+        return vocabulary_digest(tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True))
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
+        log.warning("%s is not a readable tokenizer: %s", path, error)
+        return ""
 
 
 def _add_tensors(digest: xxhash.xxh3_128, stream: BinaryIO) -> None:

@@ -33,11 +33,13 @@ class ModelPools:
     """The live workers of one model, their caches and load, and the shared streams with them. Models share none of
     this: each model's pools are a separate cluster in the registry (tandem/model_settings.py)."""
 
-    def __init__(self, settings: Settings, channels: Channels, describe: Callable[[], WorkerRecord]) -> None:
-        """`describe`: this router's record, with its load of this model."""
+    def __init__(
+        self, settings: Settings, channels: Channels, describe: Callable[[], WorkerRecord], vocabulary: str = ""
+    ) -> None:
+        """`describe`: this router's record, with its load of this model. `vocabulary`: as WorkerLiveness."""
         self.settings = settings
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.view = WorkerLiveness(self.registry, settings.heartbeat_s)
+        self.view = WorkerLiveness(self.registry, settings.heartbeat_s, vocabulary)
         self.heartbeat = Heartbeat(self.registry, describe, settings.heartbeat_s)
         self.adapters = AdapterFollower(self.registry, settings.heartbeat_s, self.heartbeat.changed)
         self.served = ServedModel(self.view, settings.adapters, self.adapters)

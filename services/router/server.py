@@ -118,7 +118,7 @@ class Router:
 
     def _build_model(self, key: str, parts: ModelParts) -> Model:
         settings, tokenizer = parts.settings, parts.tokenizer
-        pools = ModelPools(settings, self.channels, lambda: self._describe(model))
+        pools = ModelPools(settings, self.channels, lambda: self._describe(model), tokenizer.vocabulary_digest)
         waiting, reach = pools.scheduler.waiting, partial(self._reach, pools)
         metrics = RouterMetrics(settings, self.worker_id, waiting, reach, of_process=not self._metrics)
         self._metrics.append(metrics)

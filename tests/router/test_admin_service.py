@@ -40,7 +40,9 @@ async def test_the_doctor_answers_in_time_however_many_pairs_are_silent(
         now[0] += admin_service.PROBE_TIMEOUT_S
         return admin_pb2.Pair(prefill_worker=prefill.worker_id, decode_worker=decode.worker_id, error="nothing arrived")
 
-    view = SimpleNamespace(refresh=nothing, of_role=lambda role: [one for one in workers if one.role == role])
+    view = SimpleNamespace(
+        refresh=nothing, of_role=lambda role: [one for one in workers if one.role == role], of_other_vocabulary=[]
+    )
     pools = SimpleNamespace(view=view, registry=SimpleNamespace(wanted=nothing, ping=ping))
     model: Any = SimpleNamespace(key="", pool=lambda role: role, pools=pools)
 

@@ -266,6 +266,22 @@ def test_the_digest_of_a_vocabulary_says_what_ids_mean() -> None:
     assert Tokenizer(None, None).vocabulary_digest == ""
 
 
+def test_router_and_worker_find_one_digest_of_a_checkpoint(tmp_path: Path) -> None:
+    """Also where tokens were added whose ids in the file are not those that they get. A worker says nothing of what no
+    router reads: other formats, and a file that cannot be read."""
+    assert checkpoint.vocabulary_of(DEMO) == TEXT.vocabulary_digest != ""
+    about = json.loads((DEMO / "tokenizer.json").read_text())
+    about["added_tokens"].append({**about["added_tokens"][-1], "content": "<|new|>", "id": 5000})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    assert checkpoint.vocabulary_of(tmp_path) == Tokenizer.load(tmp_path).vocabulary_digest != TEXT.vocabulary_digest
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert checkpoint.vocabulary_of(tmp_path) == ""
+    (tmp_path / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "vocab.json", "merges.txt"):
+        (tmp_path / name).write_text("{}")
+    assert checkpoint.vocabulary_of(tmp_path) == Tokenizer.load(tmp_path).vocabulary_digest == ""
+
+
 def test_a_checkpoint_without_a_tokenizer_takes_ids_alone(tmp_path: Path) -> None:
     """It serves ids, gives out no text, and says what to send instead."""
     text = Tokenizer.load(tmp_path)

@@ -316,3 +316,29 @@ async def test_all_records_are_read_now_and_then(clock: Clock) -> None:
         assert len(registry.marks) == read + 1
     await view.stop()
     assert registry.marks == [("", 0), ("epoch", 1), ("", 0), ("epoch", 1)]
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_a_worker_of_another_vocabulary_gets_no_requests(full: bool) -> None:
+    """The reader's token ids would be other words there; it is still listed, with that as its state. A worker that does
+    not say, as one of an older version, is ready, and so are all for a reader without a vocabulary."""
+    registry: Any = Registry()
+    registry.full = full
+    registry.records = [
+        replace(ONE, worker_id=worker_id, address=worker_id, vocabulary=vocabulary)
+        for worker_id, vocabulary in (("same", "A"), ("other", "B"), ("silent", ""))
+    ]
+    view, unread = WorkerLiveness(registry, 1.0, "A"), WorkerLiveness(registry, 1.0)
+    for _ in range(2):  # also where only the heartbeat is new
+        await view.refresh()
+        await unread.refresh()
+        assert [one.worker_id for one in view.of_role("prefill")] == ["same", "silent"]
+        assert {name: one.state for name, one in view.workers.items()} == {
+            "same": State.READY,
+            "other": State.OTHER_VOCABULARY,
+            "silent": State.READY,
+        }
+        assert view.of_other_vocabulary == ["other"]
+        assert "vocabulary" in view.needed
+        assert len(unread.of_role("prefill")) == 3
+        assert unread.needed == ""

@@ -268,6 +268,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         response.problems.extend(
             f"{worker.worker_id}: {worker.slow_products}" for worker in (*decodes, *prefills) if worker.slow_products
         )
+        response.problems.extend(
+            f"{name}: its checkpoint has another vocabulary than this router's tokenizer, so it gets no requests"
+            for name in view.of_other_vocabulary
+        )
         for decode in decodes:  # one pair after another, because concurrent probes on a machine slow each other down
             for prefill in prefills:
                 name = f"{prefill.worker_id} to {decode.worker_id}"

@@ -61,7 +61,8 @@ class ServedModel:
                 adapters=adapters,
             )
         if self._facts is None:
-            raise NoWorker("no decode worker has started yet; `tandem workers` shows the pools", retry_after=2.0)
+            what = f"no decode worker{self._view.needed} has started yet"
+            raise NoWorker(f"{what}; `tandem workers` shows the pools", retry_after=2.0)
         return self._facts
 
     def decode_workers(self) -> list[WorkerRecord]:

@@ -389,7 +389,8 @@ class RequestScheduler:
     def _no_room(self, waiting: WaitingRequest, timeout_s: float) -> Busy | NoWorker:
         if not any(record.state is State.READY for record in self._view.of_role("decode")):
             return NoWorker(
-                f"no decode worker was ready within {timeout_s:.0f} s; `tandem workers` shows the pools",
+                f"no decode worker{self._view.needed} was ready within {timeout_s:.0f} s;"
+                " `tandem workers` shows the pools",
                 retry_after=5.0,
             )
         return Busy(
