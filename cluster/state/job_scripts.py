@@ -122,6 +122,9 @@ CLAIM = (
     EVEN_IF_FULL
     + _NOW
     + """
+for _, far in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[2], '+inf', 'LIMIT', 0, 100)) do
+  redis.call('ZADD', KEYS[1], now + ARGV[2], far)  -- of a clock that was ahead: its owner renews it, or is gone
+end
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
 if not due then return false end
 local key = ARGV[1] .. due

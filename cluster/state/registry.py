@@ -4,7 +4,8 @@
     tandem:{<cluster>}:workers      hash: worker id -> incarnation, when it began, JSON of its WorkerRecord
     tandem:{<cluster>}:beats        sorted set: worker id -> when its record expires (server clock, ms)
     tandem:{<cluster>}:versions     sorted set: worker id -> number of the last change of its record or of its removal
-    tandem:{<cluster>}:version      hash: the number of the last change; the epoch, a random name of this numbering
+    tandem:{<cluster>}:version      hash: the number of the last change; the epoch, a random name of this numbering;
+                                    the server's clock at the last heartbeat, ms
     tandem:{<cluster>}:supervisor   token of the supervisor; a lease that expires after SUPERVISOR_LEASE_S
     tandem:{<cluster>}:wanted       hash role -> number of workers
     tandem:{<cluster>}:autoscale    JSON of the autoscaler's last verdicts (cluster/autoscaler.py), expires after 10 s

@@ -1,7 +1,8 @@
 """The changes of cluster/state/registry.py, each of them one script in Redis.
 
 Those of workers have the keys workers, beats, versions and version; their first arguments are the channel and a name
-for a new epoch. Each first removes what has expired.
+for a new epoch. If the server's clock was set back, each first corrects when the records expire; then it removes what
+has expired.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ _BEGIN = (
     + """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local last = tonumber(redis.call('HGET', KEYS[4], 'clock') or '0')
+if now < last then  -- it was set back, or a server whose clock is behind took over: what is left of each ttl stays
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do redis.call('ZINCRBY', KEYS[2], now - last, id) end
+  redis.call('HSET', KEYS[4], 'clock', now)
+end
 redis.call('HSETNX', KEYS[4], 'epoch', ARGV[2])
 local function changed(id)
   redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[4], 'number', 1), id)
@@ -47,6 +53,7 @@ if old ~= value then
   changed(id)
 end
 redis.call('ZADD', KEYS[2], now + ARGV[7], id)
+redis.call('HSET', KEYS[4], 'clock', now)
 if ARGV[8] == '1' then redis.call('PUBLISH', ARGV[1], 'workers') end
 return 'kept'
 """
@@ -109,6 +116,8 @@ if not holder or holder == ARGV[1] or (ARGV[2] ~= '' and string.sub(holder, 1, #
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
   holder = ARGV[1]
 end
+-- Longer: of a server whose clock was ahead.
+if redis.call('PTTL', KEYS[1]) > tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
 return {holder, redis.call('PTTL', KEYS[1])}
 """
 )

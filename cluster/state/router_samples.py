@@ -23,7 +23,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 local found, all = {}, redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local at, text = string.match(all[i + 1], '^(%d+) (.*)$')
-  if not at or now - at > tonumber(ARGV[3]) then
+  if not at or math.abs(now - at) > tonumber(ARGV[3]) then  -- in the future: of a clock that was ahead
     redis.call('HDEL', KEYS[1], all[i])
   else
     found[#found + 1], found[#found + 2] = all[i], text

@@ -155,3 +155,15 @@ async def test_a_supervisor_that_sees_another_holder_ends(registry: Registry) ->
         with pytest.raises(PreconditionFailed, match="host:1"):
             await running
     await supervisor.stop(0.0)
+
+
+async def test_a_lease_from_a_clock_that_was_ahead_lasts_no_longer(registry: Registry) -> None:
+    """The server's clock was set back, or a server whose clock is behind took over: the name of a dead supervisor's
+    cluster is free within one lease. What is left of a shorter one does not change."""
+    await registry.acquire_lease("one/h:1/x", "one")
+    await registry._store.client.pexpire(f"{registry._prefix}:supervisor", 600_000)
+    holder, left_s = await registry.acquire_lease("two/h:2/y", "two")
+    assert holder == "one/h:1/x"
+    assert left_s <= lease.SUPERVISOR_LEASE_S
+    await registry._store.client.pexpire(f"{registry._prefix}:supervisor", 4_000)
+    assert (await registry.acquire_lease("two/h:2/y", "two"))[1] <= 4.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, replace
+from time import time
 from typing import Any
 
 import pytest
@@ -95,6 +96,29 @@ async def test_a_worker_that_stops_beating_is_forgotten(valkey: EmbeddedValkey, 
     short = Registry(valkey.url, "test", ttl_s=0.2)
     await short.beat(RECORD)  # its last beat
     assert await workers_once(registry, 0) == []
+    await short.close()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+async def test_a_record_from_a_clock_that_was_ahead_expires_as_others_do(
+    valkey: EmbeddedValkey, registry: Registry, writes: bool
+) -> None:
+    """After the server's clock was set back, or a server whose clock is behind took over, no worker is alive in the
+    future: a dead one's record expires after its ttl, whether workers write first or a reader reads. A living one's
+    stays."""
+    short = Registry(valkey.url, "test", ttl_s=2.0)
+    await short.beat(RECORD)  # its last beat
+    beats, version = registry._keys[1], registry._keys[3]
+    async with registry._store.connection() as client:
+        await client.zincrby(beats, 600_000, "decode-0")
+        await client.hincrby(version, "clock", 600_000)
+    other = replace(RECORD, worker_id="decode-1", incarnation="c3")
+    if writes:
+        await registry.beat(other)
+    found = (await short.changes_since()).records.get("decode-0")
+    assert found is None or found.beat <= time()
+    await registry.beat(other)
+    assert [one.worker_id for one in await workers_once(registry, 1)] == ["decode-1"]
     await short.close()
 
 
