@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from sys import getsizeof
 
 from engine.decoding.native_thread import LeftBehind, NativeCall
 from engine.decoding.structured_output import Compiled, Vocabulary, compile_spec, refusal, vocabulary
@@ -24,6 +25,7 @@ COMPILE_CPU_S = 5.0
 QUICK_CPU_S = 0.25  # after which others are compiled beside it
 MAX_GRAMMAR_BYTES = 64 * 2**20
 CACHE_BYTES = 256 * 2**20
+ENTRY_BYTES = 4096  # that an entry takes beside its text and what xgrammar counts; a small one takes 1.3 KiB (measured)
 CACHE_REFUSED = 256
 MAX_LEFT_BEHIND = 2  # threads of a tenant in calls that may never end; with more, its grammars are refused here
 MOST_BESIDE = MAX_LEFT_BEHIND + 1  # such threads, and those of grammars that take long, beside one that begins
@@ -47,7 +49,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._vocabulary: Vocabulary | None = None  # loaded on first use
-        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
+        # Least recently used first, with the bytes that each takes.
+        self._compiled: OrderedDict[GrammarSpec, tuple[Compiled, int]] = OrderedDict()
+        self._bytes = 0  # that all of these take
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
         self._lines: defaultdict[str, Line] = defaultdict(Line)  # by tenant
@@ -66,7 +70,7 @@ class Grammars:
             known = self._compiled.get(spec)
             if known is not None:
                 self._compiled.move_to_end(spec)
-                done.set_result(known)
+                done.set_result(known[0])
                 return done
             line = self._lines[tenant]
             line.asked += 1
@@ -106,7 +110,7 @@ class Grammars:
         the caller is the one who compiles it."""
         with self._lock:
             if spec in self._compiled:
-                done.set_result(self._compiled[spec])
+                done.set_result(self._compiled[spec][0])
             elif spec in self._refused:
                 done.set_exception(self._refused[spec])
             elif spec in self._waiting:
@@ -150,9 +154,11 @@ class Grammars:
                 while len(self._refused) > CACHE_REFUSED:
                     self._refused.popitem(last=False)
             elif not isinstance(found, Exception):
-                self._compiled[spec] = found
-                while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
-                    self._compiled.popitem(last=False)
+                size = found.memory_size_bytes + getsizeof(spec.text) + ENTRY_BYTES
+                self._compiled[spec] = found, size
+                self._bytes += size
+                while self._bytes > CACHE_BYTES:
+                    self._bytes -= self._compiled.popitem(last=False)[1][1]
             waiting = self._waiting.pop(spec)
         for done in waiting:
             if isinstance(found, Exception):

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from sys import getsizeof
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine.core.sequence import Sequence
 from engine.decoding import grammars as grammars_module
 from engine.decoding.grammars import Grammars
 from engine.decoding.sampler import choose
-from engine.decoding.structured_output import Masks, Matcher, compile_spec
+from engine.decoding.structured_output import Compiled, Masks, Matcher, compile_spec
 from tandem.errors import Busy, InternalError, InvalidRequest, TandemError
 from tandem.sampling import GrammarSpec
 from tests.support.byte_grammars import (
@@ -476,8 +477,43 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     b = grammars.compile(specs[1]).result(600)
     c = Grammars(DEMO, 2048, [0]).compile(specs[2]).result(600)
     limit = a.memory_size_bytes + max(b.memory_size_bytes, c.memory_size_bytes)
+    limit += 2 * (grammars_module.ENTRY_BYTES + getsizeof(specs[0].text))
     monkeypatch.setattr(grammars_module, "CACHE_BYTES", limit)
     assert grammars.compile(specs[0]).result(600) is a
     grammars.compile(specs[2]).result(600)
     assert grammars.compile(specs[0]).result(600) is a
     assert grammars.compile(specs[1]).result(600) is not b
+
+
+def test_the_texts_of_grammars_count_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text may be far longer than what comes of it, and one character can make each of its characters take four
+    bytes."""
+    padded = [GrammarSpec("ebnf", f'# \U0001f600{letter * 60_000}\nroot ::= "{letter}"\n') for letter in "ab"]
+    for texts, kept in ((3, True), (1, False)):
+        grammars = Grammars(DEMO, 2048, [0])
+        first = grammars.compile(padded[0]).result(600)
+        monkeypatch.setattr(grammars_module, "CACHE_BYTES", texts * 4 * 60_000 + 100_000)
+        grammars.compile(padded[1]).result(600)
+        assert (grammars.compile(padded[0]).result(600) is first) is kept, texts
+
+
+def test_a_new_grammar_costs_no_look_at_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the cache has: the event loop waits for its lock."""
+    grammars, size, asked = Grammars(DEMO, 2048, [0]), Compiled.memory_size_bytes, list[object]()
+    for letter in "abcdefgh":
+        grammars.compile(GrammarSpec("regex", f"{letter}+")).result(600)
+
+    def counted(one: Compiled) -> int:
+        asked.append(one)
+        return size.fget(one)
+
+    monkeypatch.setattr(Compiled, "memory_size_bytes", property(counted))
+    grammars.compile(GrammarSpec("regex", "z+")).result(600)
+    assert len(set(map(id, asked))) == 1
+
+
+def test_repetitions_of_rules_are_not_written_out() -> None:
+    """The router bounds the repetitions of a regular expression, and not those of EBNF: xgrammar counts them while it
+    matches."""
+    found = Grammars(DEMO, 2048, [0]).compile(GrammarSpec("ebnf", 'root ::= ((("a"{9999}){9999}){9999})'))
+    assert found.result(600).memory_size_bytes < 2**20

@@ -63,6 +63,7 @@ def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
         case "regex":
             _regex(_utf8(grammar.regex, field), field)
         case "ebnf":
+            # Its repetitions need no bound: the library does not write them out.
             if not _utf8(grammar.ebnf, field).strip():
                 raise _bad(field, "it is empty", "rules, the first named root")
         case "choice":
