@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from cluster.state.embedded_valkey import EmbeddedValkey
-from cluster.state.registry import Registry, State, WorkerRecord
+from cluster.state.registry import SCALING_TTL_S, Registry, State, WorkerRecord
 from services.grpc_server import Channels
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.admin_service import AdminServicer
@@ -91,7 +91,10 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     await registry.publish_scaling(json.dumps({"mode": "dry-run", "at": time() - 2.0, "pools": [verdict]}))
     found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
     assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
-    assert 2.0 <= found.age_seconds < 10.0
+    assert 2.0 <= found.age_seconds < SCALING_TTL_S
+    for ahead, age in ((600.0, 0.0), (-600.0, SCALING_TTL_S)):  # the clock of the autoscaler's host
+        await registry.publish_scaling(json.dumps({"mode": "dry-run", "at": time() + ahead, "pools": []}))
+        assert (await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)).age_seconds == age
     off = AdminServicer(only(Settings(model="m"), registry), Channels(), ReceiptLog(), UNUSED)
     with pytest.raises(PreconditionFailed, match="off"):
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)

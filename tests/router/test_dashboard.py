@@ -77,6 +77,14 @@ def test_what_ended_before_the_window_does_not_count() -> None:
     assert (nothing["ended"], nothing["ttft"], nothing["links"], nothing["points"]) == (0, {}, [], [])
 
 
+def test_what_ended_before_the_clock_was_set_back_does_not_count() -> None:
+    """Requests do not end in the future; those since then are shown for a minute, as always."""
+    found = snapshot(kept(ended(3700.0), ended(70.0), ended(99.0), since=3600.0), 100.0, NOBODY)
+    assert (found["window"], found["ended"], len(found["points"])) == (60.0, 2, 2)
+    assert all(place >= 0 for place, *_ in found["points"])
+    assert sum(second[0] for second in found["seconds"]) == 2
+
+
 def test_each_pair_has_its_transfers_and_local_answers_have_none() -> None:
     """Bytes by the seconds in which they moved are the rate of a pair."""
     items = kept(ended(99.0), ended(99.1), ended(99.2, prefill=""), ended(99.3, prefill="prefill-1"))

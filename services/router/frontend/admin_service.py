@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
-from cluster.state.registry import WorkerRecord
+from cluster.state.registry import SCALING_TTL_S, WorkerRecord
 from services.grpc_server import Channels
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.adapter_control import AdapterControl
@@ -145,7 +145,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 )
             scaling = json.loads(text)
             modes[scaling["mode"]] = None
-            response.age_seconds = max(response.age_seconds, 0.0, time() - scaling["at"])
+            age = min(SCALING_TTL_S, time() - scaling["at"])  # the clocks of two hosts may differ by more
+            response.age_seconds = max(response.age_seconds, age)
             response.pools.extend(
                 admin_pb2.ScalingVerdict(**{**verdict, "role": model.pool(verdict["role"])})
                 for verdict in scaling["pools"]

@@ -15,7 +15,7 @@ import ipaddress
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from statistics import quantiles
 from time import monotonic, time
@@ -88,8 +88,9 @@ class Goal(NamedTuple):
 def snapshot(receipts: ReceiptLog, now: float, goals: Mapping[str, Goal]) -> dict[str, Any]:
     """The data of the answers that ended within the window before `now`, in unix seconds. `goals`: by the model's name
     in receipts."""
-    window = min(float(WINDOW_S), max(1.0, now - receipts.since))
-    recent = [*takewhile(lambda receipt: now - receipt.ended_at < window, reversed(receipts))]
+    known = now - receipts.since  # below 0: the clock was set back, and nothing before that counts
+    window = min(float(WINDOW_S), max(1.0, known)) if known >= 0 else float(WINDOW_S)
+    recent = [receipt for receipt in reversed(receipts) if 0 <= now - receipt.ended_at < window]
     met = [goals[receipt.model].met(receipt) for receipt in recent]
     seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the latest complete second
     points: list[list[float | bool | None]] = []
