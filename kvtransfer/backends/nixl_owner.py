@@ -31,6 +31,8 @@ READING_PAUSE_S = 50e-6
 SERVING_PAUSE_S = 500e-6
 IDLE_PAUSE_S = 20e-3
 
+LOG_READ_S = 10.0  # seconds between two reads of UCX's log
+
 # A call that drives progress takes 1.5 us when there is nothing to do; one that took longer than this moved bytes, and
 # the next should follow at once.
 BUSY_CALL_S = 20e-6
@@ -55,6 +57,7 @@ class OwnerThread:
         self._wake = threading.Event()
         self._commands: deque[Callable[[], None]] = deque()
         self._serving = 0
+        self._log_read_at = 0.0  # by the clock
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
 
@@ -136,6 +139,9 @@ class OwnerThread:
         while self._commands:
             self._commands.popleft()()
             self.clock.tick()
+        if self.clock.now - self._log_read_at >= LOG_READ_S:
+            self._log_read_at = self.clock.now
+            ucx_log.read()
         started, calls = time.perf_counter(), 1
         reads = self.reads.all()
         if reads:

@@ -22,7 +22,7 @@ Endpoints with equal lanes have the same configuration. This does not depend on 
 they may connect concurrently.
 
 The log goes to an anonymous file in memory, so nothing reaches the terminal and nothing is left on disk after a
-SIGKILL; its warnings and errors are passed to Python's logging.
+SIGKILL; its warnings and errors are passed to Python's logging. The owner thread of an agent reads it every LOG_READ_S.
 """
 
 from __future__ import annotations
@@ -139,6 +139,11 @@ class UcxLog:
             cfgs = known.by_lanes.get(lanes, set()) if lanes else known.tables.keys()
             names = {_pick(table, block_bytes, column) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
+
+    def read(self) -> None:
+        """Passes on what UCX has written since the last call, and frees its memory."""
+        with self._lock:
+            self._consume()
 
     def drop_endpoint(self, endpoint: str) -> None:
         """Forgets an endpoint that was closed or is no longer needed."""

@@ -566,3 +566,17 @@ def test_the_owner_thread_enters_the_gpu_of_its_pages_before_the_agent_starts(mo
     with pytest.raises(Unavailable, match="far enough"):
         owner.start()
     assert seen == [[("nixl a", index) for index in devices]]
+
+
+def test_what_ucx_logs_is_read_also_while_no_peer_connects(monkeypatch):
+    """Every 10 s: its warnings are not hours late, and do not fill the memory meanwhile."""
+    owner = nixl_owner.OwnerThread("a", "worker", Region(4096, 1, 64, device=0, memory="dram"), lambda _: None)
+    read: list[float] = []
+    monkeypatch.setattr(nixl_owner.ucx_log, "read", lambda: read.append(owner.clock.now))
+    monkeypatch.setattr(nixl_owner, "IDLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(owner.agent, "progress", lambda: False)
+    monkeypatch.setattr(owner.agent, "set_details", lambda _: None)
+    monkeypatch.setattr(owner.clock, "tick", lambda: setattr(owner.clock, "now", owner.clock.now + 1.0))
+    for _ in range(35):
+        owner._round()
+    assert read == [10.0, 20.0, 30.0]
