@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
+from cluster.state.job_scripts import NOW, OWNED
 from cluster.state.redis_store import EVEN_IF_FULL
 
-_NOW = """
-local clock = redis.call('TIME')
-local seconds = tonumber(clock[1])
-local now = seconds * 1000 + math.floor(clock[2] / 1000)
-"""
-_OWNED = """
-local owner = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
-if owner[1] ~= ARGV[1] or owner[2] ~= 'open' then return 'lost' end
-"""
 # Bytes and number of a tenant's files, answers of ended batches included.
 _FILES = """
 local function files_of(index, prefix)
@@ -35,7 +27,7 @@ return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 # The last argument: whether to add the file, or only to check whether there is room for it.
 ADD_FILE = (
-    _NOW
+    NOW
     + _FILES
     + """
 local id, filename, purpose, size, kept = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -90,7 +82,7 @@ if not passed then return {-1, {}} end
 return {0, found}
 """
 CREATE = (
-    _NOW
+    NOW
     + _FILES
     + """
 local bytes = redis.call('HGET', KEYS[4], 'bytes')
@@ -122,7 +114,7 @@ return 'created'
 )
 CANCEL = (
     EVEN_IF_FULL
-    + _NOW
+    + NOW
     + """
 local about = redis.call('HMGET', KEYS[1], 'state', 'cancelled', 'status')
 if not about[1] then return 'unknown' end
@@ -135,8 +127,8 @@ return 'open'
 )
 BEGIN = (
     EVEN_IF_FULL
-    + _NOW
-    + _OWNED
+    + NOW
+    + OWNED
     + """
 if not owner[3] then
   redis.call('HSET', KEYS[1], 'status', ARGV[2])
@@ -148,7 +140,7 @@ return 'kept'
 )
 ADD_RESULTS = (
     EVEN_IF_FULL
-    + _OWNED
+    + OWNED
     + """
 local most = tonumber(ARGV[3])
 for i = 4, #ARGV, 7 do
@@ -174,8 +166,8 @@ return 'kept'
 )
 END = (
     EVEN_IF_FULL
-    + _NOW
-    + _OWNED
+    + NOW
+    + OWNED
     + """
 local status, kept = ARGV[3], tonumber(ARGV[6])
 local lines = tonumber(redis.call('HGET', KEYS[1], 'total') or '0')

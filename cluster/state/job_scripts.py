@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from cluster.state.redis_store import EVEN_IF_FULL
 
-_NOW = """
+NOW = """
 local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local seconds = tonumber(clock[1])
+local now = seconds * 1000 + math.floor(clock[2] / 1000)
 """
-_OWNED = """
-local job = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
-if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
+OWNED = """
+local owner = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
+if owner[1] ~= ARGV[1] or owner[2] ~= 'open' then return 'lost' end
 """
 SUBMIT = (
-    _NOW
+    NOW
     + """
 local fresh, new, bytes, answers = {}, 0, 0, {'kept'}
 for i = 1, #KEYS - 2 do
@@ -53,9 +54,9 @@ return answers
 )
 APPEND = (
     EVEN_IF_FULL
-    + _OWNED
+    + OWNED
     + """
-if job[3] then return 'cancelled' end
+if owner[3] then return 'cancelled' end
 if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
 redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
@@ -67,8 +68,8 @@ return 'kept'
 )
 END = (
     EVEN_IF_FULL
-    + _NOW
-    + _OWNED
+    + NOW
+    + OWNED
     + """
 local id, kept, most, own = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[10])
 local total = tonumber(redis.call('HGET', KEYS[4], '') or '0')
@@ -102,7 +103,7 @@ return 'kept'
 )
 RENEW = (
     EVEN_IF_FULL
-    + _NOW
+    + NOW
     + """
 local answers = {}
 for i = 2, #KEYS do
@@ -120,7 +121,7 @@ return answers
 )
 CLAIM = (
     EVEN_IF_FULL
-    + _NOW
+    + NOW
     + """
 for _, far in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[2], '+inf', 'LIMIT', 0, 100)) do
   redis.call('ZADD', KEYS[1], now + ARGV[2], far)  -- of a clock that was ahead: its owner renews it, or is gone

@@ -180,7 +180,7 @@ async def test_control_without_the_owners_check_two_owners_add_results(
     """Control: the script's comparison of the owner causes the refusal above."""
     first = await claimed(store)
     await lose(store, first)
-    unchecked = batch_scripts.ADD_RESULTS.replace(batch_scripts._OWNED, "")
+    unchecked = batch_scripts.ADD_RESULTS.replace(batch_scripts.OWNED, "")
     monkeypatch.setattr(batch_scripts, "ADD_RESULTS", unchecked)
     assert await store.add(first, [result(3)]) is Stored.KEPT
 

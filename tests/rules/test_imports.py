@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cluster.state.router_samples": {"cluster.state.redis_store"},
     "cluster.kuberay.pool_objects": {"cluster.state.registry", "tandem.errors"},
-    "cluster.state.batch_scripts": {"cluster.state.redis_store"},
+    "cluster.state.batch_scripts": {"cluster.state.job_scripts", "cluster.state.redis_store"},
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.job_scripts"),
         *("cluster.state.redis_store", "tandem.errors"),
