@@ -149,6 +149,17 @@ async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, regi
     assert await problems(admin) == ["there is no prefill worker"]
 
 
+@pytest.mark.parametrize(("prefill", "found"), [(0, []), (1, ["there is no prefill worker"])])
+async def test_without_a_supervisor_the_settings_say_whether_a_pool_is_missed(
+    registry: Registry, prefill: int, found: list[str]
+) -> None:
+    """On Kubernetes the registry has no wanted sizes; with prefill=0 decode workers compute the prompts. The control
+    has a prefill pool."""
+    await registry.beat(DECODE)
+    given = Settings(model="m", prefill=prefill)
+    assert await problems(AdminServicer(only(given, registry), Channels(), ReceiptLog(), UNUSED)) == found
+
+
 async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
     """The doctor counts workers: one of two is a problem."""
     await registry.beat(DECODE)

@@ -257,9 +257,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         view = model.pools.view
         await view.refresh()
         decodes, prefills = view.of_role("decode"), view.of_role("prefill")
-        wanted = await self._wanted_sizes(model)
+        # Without a supervisor, as on Kubernetes, the registry has no sizes; the settings tell of the prefill pool.
+        pools = {"decode": 1, "prefill": int(model.pools.settings.disaggregated)}
+        wanted = pools | await self._wanted_sizes(model)
         for role, pool in (("decode", decodes), ("prefill", prefills)):
-            least, name = wanted.get(role, 1), model.pool(role)
+            least, name = wanted[role], model.pool(role)
             if len(pool) < least:
                 problem = (
                     f"{len(pool)} of {least} wanted {name} workers are there" if pool else f"there is no {name} worker"
