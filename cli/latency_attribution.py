@@ -1,19 +1,20 @@
 """Why a request was slow, from receipts alone: the cause of its lost time, and the remedy. Pure.
 
     queueing     waiting in the router and at the prefill worker, and decode workers that had no room after all
-    failures     failed attempts before the first token
+    failures     failed attempts before the first token; after it, tokens slower than usual, where the worker changed
     prefill      computing its prompt
     transfer     moving KV, as far as computing did not hide it
-    decoding     tokens slower than usual for these requests, because the worker had other work
+    decoding     tokens slower than usual for its model, because the worker had other work
     memory       the same, where its blocks were preempted
     processes    the rest of the time to first token: handlers and hops of router and workers
 
-A long answer is not slow: the usual time of a token is the median of the given receipts.
+A long answer is not slow: the usual time of a token is the median of the model's receipts among the given ones.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,25 +43,30 @@ class LatencyAttribution:
 
 def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
     """The requests that lost the most time, the worst first."""
-    rates = [receipt.tpot for receipt in receipts if receipt.tpot]
-    usual = statistics.median(rates) if rates else 0.0
-    attributions = [of(receipt, usual) for receipt in receipts]
+    rates: defaultdict[str, list[float]] = defaultdict(list)  # by model
+    for receipt in receipts:
+        if receipt.tpot:
+            rates[receipt.model].append(receipt.tpot)
+    usual = {model: statistics.median(of_model) for model, of_model in rates.items()}
+    attributions = [of(receipt, usual.get(receipt.model, 0.0)) for receipt in receipts]
     return sorted(attributions, key=lambda attribution: attribution.lost, reverse=True)[:most]
 
 
 def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
-    """`usual_tpot`: seconds that a token takes, for requests like this one."""
+    """`usual_tpot`: seconds that a token of its model takes."""
     phases = receipt.phases
     transfer = receipt.transfer.exposed if receipt.transfer else 0.0
     retries = phases.get("retries", 0.0)
     failed = retries if receipt.attempts > 1 else 0.0  # a refusal for lack of room is not an attempt
+    resumed = receipt.attempts > 1 and not retries  # all failed attempts had given tokens, so their time is in `tpot`
+    slower = "memory" if receipt.preemptions else "failures" if resumed else "decoding"
     late = (receipt.total - receipt.ttft) * (1 - usual_tpot / receipt.tpot) if receipt.tpot else 0.0
     parts = {
         "queueing": sum(phases.get(name, 0.0) for name in QUEUE_PHASES) + retries - failed,
         "failures": failed,
         "prefill": phases.get("prefill_compute", 0.0),
         "transfer": transfer,
-        "memory" if receipt.preemptions else "decoding": max(0.0, late - transfer),
+        slower: max(0.0, late - transfer),  # if it is "failures", `failed` is 0
         "processes": receipt.ttft - sum(phases.get(name, 0.0) for name in NON_PROCESS_PHASES),
     }
     cause = max(parts, key=lambda name: parts[name])
@@ -77,7 +83,7 @@ def _advice(cause: str, receipt: Receipt, usual_tpot: float) -> str:
         where = receipt.prefill_worker or receipt.decode_worker
         return f"{where} computed other prompts first: scale prefill"
     if cause == "failures":
-        return f"attempts failed before the first token: {receipt.notes[0] if receipt.notes else 'no note says why'}"
+        return f"attempts failed: {receipt.notes[0] if receipt.notes else 'no note says why'}"
     if cause == "prefill":
         computed = receipt.prompt_tokens - receipt.cached_tokens
         if 2 * receipt.unresumed_tokens > computed:

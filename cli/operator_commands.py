@@ -158,7 +158,7 @@ def explain(
         if not receipts:
             raise NotFound(
                 f"this router remembers no request {request}; it keeps the last thousand, and of several routers each"
-                " has its own: ask again, and another one may answer",
+                " has its own: ask again, and another one may answer; within a router's pod only that router does",
                 field="request",
             )
         if output is JSON:

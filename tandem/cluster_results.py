@@ -293,20 +293,23 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
 
 
 def _unlike_orders(pools: Pools) -> list[str]:
-    """Advice for workers that do not compute equal bits: at most one sentence."""
-    orders: dict[str, list[str]] = {}
+    """Advice for workers that do not compute equal bits: at most one sentence for each model, because streams
+    never move between models."""
+    orders: dict[str, dict[str, list[str]]] = {}  # model -> order -> workers
     for worker in pools:
         if worker.sum_order:
-            orders.setdefault(worker.sum_order, []).append(worker.worker_id)
-    if len(orders) < 2:
-        return []
+            orders.setdefault(worker.model, {}).setdefault(worker.sum_order, []).append(worker.worker_id)
+    return [_advice(of_model) for of_model in orders.values() if len(of_model) > 1]
+
+
+def _advice(orders: Mapping[str, list[str]]) -> str:
     names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
     one_order = "the setting sum_order, and equal sizes (--tp), make them agree"
     cure = "plain PyTorch matches no other" if "torch" in orders else one_order
-    return [
+    return (
         f"workers sum in different orders ({names}): a stream that moves between them may continue with other, equally"
         f" valid tokens than it would have had; {cure}"
-    ]
+    )
 
 
 def _over_tcp_at_home(pair: Pair, hosts: Mapping[str, str]) -> bool:

@@ -33,6 +33,7 @@ CASES = [
     (receipt(queue=2.0), "queueing", "waited in the router"),
     (receipt(prefill_queue=2.0), "queueing", "computed other prompts first"),
     (receipt(retries=2.0, attempts=2), "failures", "decode-1: died"),
+    (receipt(tpot=0.05, attempts=2), "failures", "decode-1: died"),
     (receipt(retries=2.0), "queueing", "waited in the router"),
     (receipt(prefill_compute=2.0), "prefill", "prompt tokens were computed"),
     (
@@ -69,6 +70,14 @@ def test_a_long_answer_is_not_slow() -> None:
     waited = receipt(queue=0.5)
     found = latency_attribution.slowest([long, waited, receipt()], most=2)
     assert [one.receipt for one in found] == [waited, long]
+
+
+def test_each_model_has_its_own_usual_pace() -> None:
+    """A large model is not slow because a small one is fast."""
+    small = [dataclasses.replace(receipt(tpot=0.005), model="small") for _ in range(5)]
+    large = dataclasses.replace(receipt(tpot=0.04), model="large")
+    found = {one.receipt.model: one for one in latency_attribution.slowest([*small, large], most=10)}
+    assert found["large"].parts["decoding"] == 0.0
 
 
 def test_a_job_that_went_on_lost_no_time_with_its_earlier_tokens() -> None:

@@ -491,6 +491,18 @@ async def test_doctor_names_workers_that_sum_in_unlike_orders(fake: Any) -> None
     assert "plain PyTorch matches no other" in advice
 
 
+async def test_doctor_compares_the_orders_of_sums_within_each_model(fake: Any, events: Any) -> None:
+    """No stream moves between models. The control: two workers of one model."""
+    for second, said in (("small", 0), ("chat", 1)):
+        fake.workers[:] = [
+            events.worker(f"{name}/{role}-0", role) for name, role in (("chat", "prefill"), (second, "decode"))
+        ]
+        for worker, name, order in zip(fake.workers, ("chat", second), ("tile32", "pairs"), strict=True):
+            worker.model, worker.sum_order = name, order
+        answer = json.loads((await run("doctor", "--output", "json", "--target", fake.target)).out)
+        assert len(answer["advice"]) == said
+
+
 @pytest.mark.parametrize("what", ["pair", "registry"])
 async def test_doctor_fails_on_problems(fake: Any, what: str) -> None:
     """Exit 1, with each problem in one sentence."""

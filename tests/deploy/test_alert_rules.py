@@ -105,17 +105,9 @@ CASES = [
     case("TandemNoDecodeWorker", "none is ready", of("decode", "tandem_worker_state", 0, 0, more=READY), True),
     case("TandemNoDecodeWorker", "none is there", of("prefill", "tandem_worker_state", 1, more=READY), True),
     case("TandemNoDecodeWorker", "one of two", of("decode", "tandem_worker_state", 0, 1, more=READY), False),
-    case(
-        "TandemNoDecodeWorker", "none of one of two models",
-        models("decode", "tandem_worker_state", READY, chat=(0, 0), small=(1, 1)), True, "chat",
-    ),
-    case(
-        "TandemNoDecodeWorker", "one of each model",
-        models("decode", "tandem_worker_state", READY, chat=(0, 1), small=1), False,
-    ),
-    case(
-        "TandemNoPrefillWorker", "none of one of two models",
-        models("prefill", "tandem_worker_state", READY, chat=1, small=0), True, "small",
+    *(
+        case(alert, "the former model drains", models(pool, "tandem_worker_state", READY, former=(0, 0), m=1), False)
+        for alert, pool in (("TandemNoDecodeWorker", "decode"), ("TandemNoPrefillWorker", "prefill"))
     ),
     *(
         case(alert, "one of two models", models(pool, name, chat=(high, high), small=(0, 0, 0)), True, "chat")
@@ -270,7 +262,8 @@ def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(tmp_path: Pa
 
 def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
     """Of several models one may have no pod at all, such as one that no node has room for. A model without a prefill
-    pool misses none, and names are those that the model is served as."""
+    pool misses none, and names are those that the model is served as. A model that was removed, whose workers drain, is
+    not missed."""
     small = {"name": "small", "settings": {"model": "s", "served_model_name": "little,tiny"}}
     alone = {"name": "alone", "settings": {"model": "a"}, "pools": {"prefill": {"replicas": 0}}}
     chat = {"name": "chat", "settings": {"model": "c"}}
@@ -284,7 +277,14 @@ def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
     ):
         there = models(pool, "tandem_worker_state", READY, **others)
         all_there = models(pool, "tandem_worker_state", READY, **others, little=1)
-        cases += [case(alert, "all", all_there, False), case(alert, "one is gone", there, True, "little")]
+        none_ready = models(pool, "tandem_worker_state", READY, **others, little=(0, 0))
+        removed = models(pool, "tandem_worker_state", READY, **others, little=1, former=0)
+        cases += [
+            case(alert, "all", all_there, False),
+            case(alert, "one is gone", there, True, "little"),
+            case(alert, "none of one is ready", none_ready, True, "little"),
+            case(alert, "removed", removed, False),
+        ]
     done = promtool("test", "rules", *written(tmp_path, cases, known))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 

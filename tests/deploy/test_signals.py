@@ -200,6 +200,17 @@ def test_the_page_of_a_full_registry_names_the_value_that_bounds_it() -> None:
     assert args[args.index("--maxmemory") + 1] == "2gb"
 
 
+def test_pages_name_what_every_release_has() -> None:
+    """With several models pools have other names, with Ray their Deployments have no pods, and each of several routers
+    has its own log and receipts. Weights are in workers."""
+    for page in RUNBOOKS.glob("*.md"):
+        text = page.read_text()
+        assert not re.search(r"deploy/\$T-(prefill|decode)", text), page.name
+        assert not re.search(r"logs deploy/\$T-router \|", text), page.name
+        assert text.count("tandem plan") == text.count("-c worker -- tandem plan"), page.name
+        assert not re.search("tandem (explain|slow|calibration)", text) or "each router's pod" in text, page.name
+
+
 def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:
     """Without RDMA, TCP is intended."""
 

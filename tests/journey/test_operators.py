@@ -100,6 +100,27 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 
 
+async def test_a_silent_autoscaler_hides_no_decision_of_another_model(registry: Registry) -> None:
+    """Each model has its own. A silent one is reported for its pools; if none reports, the call fails, as above."""
+    sizes = {"router": 1, "prefill": 1, "decode": 2}
+    gone: Any = SimpleNamespace(scaling=AsyncMock(return_value=None), wanted=AsyncMock(return_value=sizes))
+    models = []
+    for name, own in (("large", gone), ("small", registry)):
+        given = Settings(model="m", cluster=f"c.{name}", autoscale="dry-run")
+        pools: Any = SimpleNamespace(settings=given, registry=own)
+        models.append(Model(name, UNUSED, UNUSED, pools, UNUSED))
+    verdict = {"role": "decode", "size": 1, "wanted": 2, "why": "9 requests"}
+    await registry.publish_scaling(json.dumps({"mode": "dry-run", "at": time(), "pools": [verdict]}))
+    admin = AdminServicer(Models(models), Channels(), ReceiptLog(), UNUSED)
+    found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
+    assert found.mode == "dry-run"
+    assert [(one.role, one.size, one.wanted, one.why) for one in found.pools] == [
+        ("large/prefill", 1, 1, "the autoscaler has reported nothing lately"),
+        ("large/decode", 2, 2, "the autoscaler has reported nothing lately"),
+        ("small/decode", 1, 2, "9 requests"),
+    ]
+
+
 async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answers(
     admin: AdminServicer, valkey: EmbeddedValkey
 ) -> None:
@@ -150,6 +171,17 @@ async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, regi
     assert await problems(admin) == []
     await registry.set_wanted({"prefill": 1})
     assert await problems(admin) == ["there is no prefill worker"]
+
+
+@pytest.mark.parametrize(("prefill", "found"), [(0, []), (1, ["there is no prefill worker"])])
+async def test_without_a_supervisor_the_settings_say_whether_a_pool_is_missed(
+    registry: Registry, prefill: int, found: list[str]
+) -> None:
+    """On Kubernetes the registry has no wanted sizes; with prefill=0 decode workers compute the prompts. The control
+    has a prefill pool."""
+    await registry.beat(DECODE)
+    given = Settings(model="m", prefill=prefill)
+    assert await problems(AdminServicer(only(given, registry), Channels(), ReceiptLog(), UNUSED)) == found
 
 
 async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, registry: Registry) -> None:

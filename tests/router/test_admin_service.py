@@ -12,6 +12,7 @@ from cluster.state.registry import State, WorkerRecord
 from services.router.frontend import admin_service
 from services.router.frontend.admin_service import AdminServicer
 from tandem.rpc.unary_calls import DIAGNOSE
+from tandem.settings import Settings
 from tandem.v1 import admin_pb2
 
 
@@ -43,7 +44,9 @@ async def test_the_doctor_answers_in_time_however_many_pairs_are_silent(
     view = SimpleNamespace(
         refresh=nothing, of_role=lambda role: [one for one in workers if one.role == role], of_other_vocabulary=[]
     )
-    pools = SimpleNamespace(view=view, registry=SimpleNamespace(wanted=nothing, ping=ping))
+    pools = SimpleNamespace(
+        view=view, registry=SimpleNamespace(wanted=nothing, ping=ping), settings=Settings(model="m")
+    )
     model: Any = SimpleNamespace(key="", pool=lambda role: role, pools=pools)
 
     class OneModel(list[Any]):

