@@ -120,7 +120,7 @@ class RequestScheduler:
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
         finally:
-            self._forget(waiting)
+            self._constrained.remove(waiting)
             if waiting.placement:
                 self._leave(waiting, waiting.placement)
             self._dispatch_soon()
@@ -262,28 +262,22 @@ class RequestScheduler:
             self._dispatching = None
         self._workers.settle()
         for _ in range(PLACEMENTS_PER_SLICE):
-            waiting = self._queue.first()
-            if any(map(self._begins, self._constrained.firsts(waiting))):
-                continue
-            if waiting is None:
+            first = self._queue.first()
+            if not any(map(self._advances, filter(None, (*self._constrained.firsts(first), first)))):
                 return
-            if self._refuse_if_unplaceable(waiting):
-                continue
-            placement = self._place(waiting, len(self._queue) - 1)
-            line = placement is None and constraint(waiting, self._workers.decodes)
-            if line and self._constrained.add(waiting, line):
-                continue
-            if placement is None or starts_late(placement, waiting.tokens):
-                return
-            self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _begins(self, first: WaitingRequest) -> bool:
-        """Places the first of a line if it can be, or ends its wait; False: it goes on waiting."""
+    def _advances(self, first: WaitingRequest) -> bool:
+        """Places the first of a line or of the queue, ends its wait, or moves it from the queue to a line. False: it
+        stays where it waits."""
         if self._refuse_if_unplaceable(first):
             return True
-        placement = self._place(first, 0)
-        if placement is None or starts_late(placement, first.tokens):
+        in_queue = first is self._queue.first()
+        placement = self._place(first, len(self._queue) - 1 if in_queue else 0)
+        if placement is None:
+            line = constraint(first, self._workers.decodes) if in_queue else None
+            return line is not None and self._constrained.add(first, line)
+        if starts_late(placement, first.tokens):
             return False
         self._take(first, placement)
         return True
@@ -292,14 +286,10 @@ class RequestScheduler:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
         if self._workers.decodes.continues(waiting.begun_with):
             return False
-        self._forget(waiting)
+        self._constrained.remove(waiting)
         waiting.unplaceable = True
         waiting.placed.set()
         return True
-
-    def _forget(self, waiting: WaitingRequest) -> None:
-        self._queue.remove(waiting)
-        self._constrained.remove(waiting)
 
     def _place(self, waiting: WaitingRequest, queued_behind: int) -> Placement | None:
         self._workers.settle()
@@ -355,8 +345,7 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
-        if not self._constrained.place(waiting):
-            self._queue.place(waiting)
+        if not self._constrained.place(waiting):  # it was in the queue
             if self._queue:
                 self._places.append(monotonic())
             else:
