@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import islice
 from time import monotonic
 
 from cluster.state.registry import State
@@ -41,7 +40,6 @@ REJECTED_S = 0.5
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
 PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
-OVER = object()
 
 
 class RequestScheduler:
@@ -56,8 +54,6 @@ class RequestScheduler:
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
-        self._news: Iterator[None] = iter(())
-        self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
         self._useful_wait = UsefulWait(config.ttft, monotonic())
@@ -129,7 +125,7 @@ class RequestScheduler:
         """Applies the view's changes, some workers at a time, and places waiting requests. Call it after each change;
         otherwise the next request applies all of them at once."""
         self._kept_up = True
-        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer records may arrive meanwhile
+        while self._workers.apply_some(self._view.workers):  # noqa: ASYNC110, no wait; newer records may arrive
             await asyncio.sleep(0)
         self._dispatch()
 
@@ -367,13 +363,8 @@ class RequestScheduler:
 
     def _catch_up(self) -> None:
         """Applies one slice of the view's news; all of them if `keep_up` is never called."""
-        deque(islice(self._latest_news(), 1 if self._kept_up else None), maxlen=0)
-
-    def _latest_news(self) -> Iterator[None]:
-        if self._newest is not self._view.workers:
-            self._newest = self._view.workers
-            self._news = self._workers.news(self._view.workers)
-        return self._news
+        while self._workers.apply_some(self._view.workers) and not self._kept_up:
+            pass
 
     def _no_room(self, waiting: WaitingRequest, timeout_s: float) -> Busy | NoWorker:
         if not any(record.state is State.READY for record in self._view.of_role("decode")):
