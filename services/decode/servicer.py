@@ -173,7 +173,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         worker, where = self._worker, request.prefill
         try:
             async with self._peers.using(where.worker_id, where.incarnation, where.address) as source:
-                speed = await self._probes.speed(source.peer)
+                speed = await self._probes.speed(source)
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
         here, there = worker.adapters.fingerprints(), await source.adapters()
@@ -270,7 +270,7 @@ class DecodeWorker(Worker):
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = WorkerLiveness(self.registry, self.settings.heartbeat_s * 2)
         self._landings = landings = KvLandings(self)
-        probes = Probes(self, landings)
+        probes = Probes(self)
         peers = self._peers = PrefillPeers(self.transport, landings, self._channels, probes.verify, probes.compare)
         servicer = DecodeServicer(self, peers, probes, digests(block_reader(self.engine.pages)))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
