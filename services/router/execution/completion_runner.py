@@ -105,7 +105,6 @@ class CompletionRunner:
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
             begun=bool(request.generated),
-            follows=bool(kv_holder),
             begun_with=timeline.begun_with,
             alone=alone,
             unsuited=request.unsuited,

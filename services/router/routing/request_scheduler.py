@@ -74,7 +74,6 @@ class RequestScheduler:
         ttft_s: float | None = None,
         spent_s: float = 0.0,
         begun: bool = False,
-        follows: bool = False,
         begun_with: Begun | None = None,
         alone: bool = False,
         unsuited: Collection[Incarnation] = (),
@@ -82,7 +81,7 @@ class RequestScheduler:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
-        `begun`, or `follows` another completion of its request that has, is never refused because of an estimate.
+        `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate.
         `begun_with`: see Begun. A suspected poison request begins `alone`: on a decode worker, which computes its
         prompt. `unsuited` cannot serve this request; they are used only if no other is ready, now or after a rest.
 
@@ -109,7 +108,7 @@ class RequestScheduler:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s, spent_s)
+            useful_s = math.inf if begun or kv_holder else self._useful(waiting, remaining_s, ttft_s, spent_s)
         except (Busy, DeadlineExceeded):
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
@@ -163,7 +162,8 @@ class RequestScheduler:
         """This was no attempt: the request will be placed again, and is counted only once. `full`: the decode worker
         gets no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
         if full:
-            self._refused(placement.decode)
+            self._workers.rejected(placement.decode, monotonic() + REJECTED_S)
+            self._dispatch_after(REJECTED_S)
         if waiting := self._placed.get(id(placement)):
             waiting.refused = True
 
@@ -236,10 +236,6 @@ class RequestScheduler:
             )
         assert waiting.placement
         return waiting.placement
-
-    def _refused(self, worker: WorkerSnapshot) -> None:
-        self._workers.rejected(worker, monotonic() + REJECTED_S)
-        self._dispatch_after(REJECTED_S)
 
     def _dispatch_after(self, seconds: float) -> None:
         """Dispatches when a worker that was avoided for this time may be used again."""
