@@ -62,16 +62,16 @@ class Probes:
             finally:
                 landing.give(places)
             return
-        loop, pool = self._worker.loop, self._worker.engine.pool
+        thread, pool = self._worker.engine_thread, self._worker.engine.pool
         # A name used only once: the end of one probe must not free the blocks of another.
         owner = f"probe:{source.peer.worker_id}#{next(self._count)}"
         async with self._worker.in_progress(owner):
             try:
-                if await loop.call(lambda: pool.take(owner, [], max(1, count))) is None:
+                if await thread.call(lambda: pool.take(owner, [], max(1, count))) is None:
                     raise Busy(f"no {count} blocks are free for a probe now", reason="NO_ROOM", retry_after=1.0)
                 yield list(pool.table(owner))
             finally:
-                await loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+                await thread.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
