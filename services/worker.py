@@ -53,8 +53,7 @@ class Worker:
     def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineThread) -> None:
         self.role, self.settings, self.worker_id = role, settings, worker_id
         self.incarnation = secrets.token_hex(8)
-        self.engine_thread = engine
-        self.engine = engine.engine
+        self.engine_thread, self.engine = engine, engine.engine
         self.engine.alone_s = alone_s(role, settings)
         self.can_switch_role = self.engine.config.generates  # to the other pool
         self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
@@ -62,8 +61,10 @@ class Worker:
         region = region_of(self.engine.pages, self.engine.spare)
         self.transport = self.transport_over(region, self.incarnation, self.layout_hash)
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())
-        self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.later)
+        self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
+        lora = self.engine.model.lora
+        self.runtime_adapters = RuntimeAdapters(lora, settings, self.registry, self._heartbeat.changed)
+        self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.runtime_adapters)
         self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
             guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
@@ -77,7 +78,6 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
         self._begun, self._stopped = 0, False
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
@@ -97,7 +97,7 @@ class Worker:
         self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)
         services, host, port = [*services, "tandem.v1.WorkerService"], self.settings.host, self.settings.worker_port
         self.address = await self.grpc.start(host, port, services, field="worker_port")
-        await self.later.start()
+        await self.runtime_adapters.start()
         self.state = State.READY
         await self._heartbeat.start()
         self._watchdog.start()
@@ -137,7 +137,7 @@ class Worker:
         await self.grpc.stop(0.1)
         await self._heartbeat.stop()  # after the calls: until then the registry shows this worker as draining
         await self.close()
-        await self.later.stop()
+        await self.runtime_adapters.stop()
         await self.adapters.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
@@ -237,7 +237,7 @@ class Worker:
             metrics_address=self._metrics_served.address if self._metrics_served else "",
             node=socket.gethostname(),
             device=device_name(self.engine.model.device),
-            adapters_version=self.later.list.version,
+            adapters_version=self.runtime_adapters.list.version,
             tp=self.engine.model.size,
         )
 
@@ -360,7 +360,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def PrepareAdapter(
         self, request: worker_pb2.PrepareAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.PrepareAdapterResponse:
-        adapter = await self._worker.later.prepare(request.name, request.path)
+        adapter = await self._worker.runtime_adapters.prepare(request.name, request.path)
         return worker_pb2.PrepareAdapterResponse(fingerprint=adapter.fingerprint)
 
     async def Drain(
