@@ -142,8 +142,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             )
         )
         if sequence.sampling.prompt_logprobs is not None:
-            scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
-            message.tokens.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
+            message.tokens.prompt_logprobs.CopyFrom(await asyncio.to_thread(prompt_logprobs_to, sequence))
         await call.emit(message)
         if call.request.alone:  # the next request may crash this process
             await asyncio.sleep(SENT_S)
