@@ -57,12 +57,12 @@ class _Slot:
 class AdapterSlots:
     """The slots of one worker, on its event loop. `timeout_s` is the longest wait of a request for a slot."""
 
-    def __init__(self, loop: EngineThread, timeout_s: float, later: RuntimeAdapters | None = None) -> None:
+    def __init__(self, engine_thread: EngineThread, timeout_s: float, later: RuntimeAdapters | None = None) -> None:
         """`later`: the adapters that were loaded after the start."""
-        self._loop = loop
+        self._engine_thread = engine_thread
         self._later = later
         self._timeout_s = timeout_s
-        self._lora = loop.engine.model.lora
+        self._lora = engine_thread.engine.model.lora
         self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
         self._lock = asyncio.Lock()  # asyncio locks are fair: first come, first served
         self._closed: set[_Slot] = set()  # while the holder of the lock waits
@@ -167,9 +167,9 @@ class AdapterSlots:
     async def _load(self, slot: _Slot) -> None:
         assert self._lora is not None
         assert slot.adapter is not None
-        model, name = self._loop.engine.model, slot.adapter.name
+        model, name = self._engine_thread.engine.model, slot.adapter.name
         before = self._lora.slots[slot.number]
         reading = asyncio.get_running_loop().run_in_executor(READING, lora_loader.read_again, slot.adapter)
         adapter = await reading
-        await self._loop.call(lambda: model.put_adapter(slot.number, adapter))  # between two steps
+        await self._engine_thread.call(lambda: model.put_adapter(slot.number, adapter))  # between two steps
         log.info("adapter.loaded", adapter=name, slot=slot.number, instead_of=before.name if before else "")

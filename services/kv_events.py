@@ -17,8 +17,8 @@ MESSAGE_INTERVAL_S = 0.5
 class KvEvents:
     """The hashes of this worker's blocks, kept on the event loop; the engine's thread sends the changes."""
 
-    def __init__(self, loop: EngineThread) -> None:
-        self._loop = loop
+    def __init__(self, engine_thread: EngineThread) -> None:
+        self._engine_thread = engine_thread
         self._begun: asyncio.Task[None] | None = None
         self._present: set[bytes] = set()
         self._watchers: set[_Watcher] = set()
@@ -44,7 +44,7 @@ class KvEvents:
 
     async def _begin(self) -> None:
         event_loop = asyncio.get_running_loop()
-        pool = self._loop.engine.pool
+        pool = self._engine_thread.engine.pool
 
         def publish() -> None:  # on the engine's thread, after each iteration
             if changes := pool.news():
@@ -53,9 +53,9 @@ class KvEvents:
         def listen() -> None:
             present = [(digest, True) for digest in pool.listen()]
             event_loop.call_soon_threadsafe(self._change, present)  # before any change
-            self._loop.after_iteration = publish
+            self._engine_thread.after_iteration = publish
 
-        await self._loop.call(listen)
+        await self._engine_thread.call(listen)
         done = asyncio.Event()
         event_loop.call_soon(done.set)  # after the present hashes, which were sent before the call returned
         await done.wait()

@@ -85,10 +85,9 @@ def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
     return _logprobs(known) if known else None
 
 
-def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs | None:
-    """The log probabilities of a computed prompt's tokens except the first; None if the request did not ask for them.
-    May take some 100 ms."""
-    return None if sequence.sampling.prompt_logprobs is None else _logprobs(sequence.prompt_logprobs)
+def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs:
+    """The log probabilities of a computed prompt's tokens except the first. May take some 100 ms."""
+    return _logprobs(sequence.prompt_logprobs)
 
 
 def _logprobs(known: list[Logprob]) -> common_pb2.Logprobs:

@@ -51,12 +51,9 @@ class Worker:
     incarnation in the same process."""
 
     def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineThread) -> None:
-        self.role = role
-        self.settings = settings
-        self.worker_id = worker_id
+        self.role, self.settings, self.worker_id = role, settings, worker_id
         self.incarnation = secrets.token_hex(8)
-        self.loop = engine
-        self.engine = engine.engine
+        self.engine_thread, self.engine = engine, engine.engine
         self.engine.alone_s = alone_s(role, settings)
         self.can_switch_role = self.engine.config.generates  # to the other pool
         self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
@@ -64,8 +61,10 @@ class Worker:
         region = region_of(self.engine.pages, self.engine.spare)
         self.transport = self.transport_over(region, self.incarnation, self.layout_hash)
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())
-        self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.later)
+        self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
+        lora = self.engine.model.lora
+        self.runtime_adapters = RuntimeAdapters(lora, settings, self.registry, self._heartbeat.changed)
+        self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.runtime_adapters)
         self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
             guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
@@ -79,7 +78,6 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
         self._begun, self._stopped = 0, False
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
@@ -93,12 +91,13 @@ class Worker:
         """Call it after adding all servicers to `self.grpc.server`."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
-        self.loop.on_broken, self.transport.on_broken = self._broke, partial(self.transport_broke, self.transport)
+        self.engine_thread.on_broken = self._broke
+        self.transport.on_broken = partial(self.transport_broke, self.transport)
         probes = Probes(self._here, lambda: self.state is State.READY)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)
         services, host, port = [*services, "tandem.v1.WorkerService"], self.settings.host, self.settings.worker_port
         self.address = await self.grpc.start(host, port, services, field="worker_port")
-        await self.later.start()
+        await self.runtime_adapters.start()
         self.state = State.READY
         await self._heartbeat.start()
         self._watchdog.start()
@@ -130,7 +129,7 @@ class Worker:
         if self._stopped:
             raise Unavailable(f"{self.worker_id} is ending", reason="DRAINING")
         await self._end(grace_s, keep_engine=True)
-        return self.loop
+        return self.engine_thread
 
     async def _end(self, grace_s: float, keep_engine: bool) -> None:
         self._stopped = True
@@ -138,14 +137,14 @@ class Worker:
         await self.grpc.stop(0.1)
         await self._heartbeat.stop()  # after the calls: until then the registry shows this worker as draining
         await self.close()
-        await self.later.stop()
+        await self.runtime_adapters.stop()
         await self.adapters.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
         await asyncio.to_thread(self.tracing.close)
         await asyncio.to_thread(self._watchdog.stop)
         if not keep_engine:
-            await asyncio.to_thread(self.loop.stop)
+            await asyncio.to_thread(self.engine_thread.stop)
         unclosed: TandemError | None = None
         try:
             await asyncio.to_thread(self.transport.close)  # from here on no peer reads or writes the pages
@@ -164,12 +163,12 @@ class Worker:
         """Checks that no request and no block of this incarnation is left in the engine."""
         if not await within(self._idle, CUT_REQUESTS_WAIT_S):
             raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends")
-        books = await self.loop.call(self._ledger)
+        books = await self.engine_thread.call(self._ledger)
         if books.held or books.faults:
             faults = "; ".join(books.faults) or f"{books.held} blocks are held"
             raise InternalError(f"{self.worker_id} cannot pass its engine to another incarnation: {faults}")
-        self.loop.on_broken = self.loop.after_step = self.loop.after_iteration = None
-        await self.loop.call(self.engine.pool.unlisten)
+        self.engine_thread.on_broken = self.engine_thread.after_step = self.engine_thread.after_iteration = None
+        await self.engine_thread.call(self.engine.pool.unlisten)
 
     async def close(self) -> None:
         """Hook: shuts down the role's own parts."""
@@ -187,8 +186,8 @@ class Worker:
         """Accounts for one request; refuses it when this worker is draining or broken."""
         if self.state is not State.READY:
             raise Unavailable(f"{self.worker_id} is draining; place the request elsewhere", reason="DRAINING")
-        if self.loop.broken:
-            raise self.loop.broken
+        if self.engine_thread.broken:
+            raise self.engine_thread.broken
         self._begun += 1
         self._open[name] = monotonic()
         self._idle.clear()
@@ -238,7 +237,7 @@ class Worker:
             metrics_address=self._metrics_served.address if self._metrics_served else "",
             node=socket.gethostname(),
             device=device_name(self.engine.model.device),
-            adapters_version=self.later.list.version,
+            adapters_version=self.runtime_adapters.list.version,
             tp=self.engine.model.size,
         )
 
@@ -266,7 +265,7 @@ class Worker:
 
     async def ledger(self) -> common_pb2.Ledger:
         """The ledger, read between two engine steps, so that it is consistent."""
-        return await self.loop.call(self._ledger)
+        return await self.engine_thread.call(self._ledger)
 
     def _ledger(self) -> common_pb2.Ledger:
         pool, now = self.engine.pool, monotonic()
@@ -303,19 +302,20 @@ class Worker:
             return self._heartbeat.beats, self.settings.heartbeat_s + MAX_HEARTBEAT_S
 
         return [
-            Check("the engine", "ENGINE_STUCK", lambda: self.loop.under_way),
+            Check("the engine", "ENGINE_STUCK", lambda: self.engine_thread.under_way),
             Check("the KV transport", "TRANSPORT_STUCK", lambda: self.transport.under_way),
             Check("the heartbeat", "HEARTBEAT_STUCK", heartbeat),
         ]
 
     def _stuck(self, check: Check, why: str) -> None:
         """On the watchdog's thread."""
-        self.loop.abandon(Unavailable(f"{self.worker_id}: {why}", reason=check.reason))
+        self.engine_thread.abandon(Unavailable(f"{self.worker_id}: {why}", reason=check.reason))
 
     def transport_broke(self, transport: Transport) -> None:
         """On the thread of `transport`."""
         what = transport.broken.message if transport.broken else "unknown"
-        self.loop.abandon(Unavailable(f"the KV transport of {self.worker_id} broke: {what}", reason="TRANSPORT_BROKEN"))
+        error = Unavailable(f"the KV transport of {self.worker_id} broke: {what}", reason="TRANSPORT_BROKEN")
+        self.engine_thread.abandon(error)
 
     def _broke(self) -> None:
         """Called on the thread that noticed. The event loop may be blocked, so the watchdog also ends the process."""
@@ -325,13 +325,13 @@ class Worker:
 
     async def _leave(self) -> None:
         """Reports the failure to registry and health checks, lets the requests receive the error, ends `wait`."""
-        assert self.loop.broken is not None
+        assert self.engine_thread.broken is not None
         self.state = State.DRAINING
         self._heartbeat.changed()
         await self.grpc.not_serving()
         if not await within(self._idle, BROKEN_WAIT_S):
             log.warning("worker.left_requests", worker=self.worker_id, requests=len(self._open))
-        self._end_with(self.loop.broken)
+        self._end_with(self.engine_thread.broken)
 
     def _end_with(self, error: BaseException) -> None:
         """Makes `wait` raise the error."""
@@ -360,7 +360,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def PrepareAdapter(
         self, request: worker_pb2.PrepareAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.PrepareAdapterResponse:
-        adapter = await self._worker.later.prepare(request.name, request.path)
+        adapter = await self._worker.runtime_adapters.prepare(request.name, request.path)
         return worker_pb2.PrepareAdapterResponse(fingerprint=adapter.fingerprint)
 
     async def Drain(
@@ -374,9 +374,9 @@ async def load_engine(
     settings: Settings, say: Callable[[str], None], *, ranks: int = 1, generates: bool = True
 ) -> EngineThread:
     """Loads and checks the model on the engine's thread, without blocking the event loop."""
-    loop = EngineThread(partial(build_engine, settings, say, generates=generates, ranks=ranks))
-    await loop.built()
-    return loop
+    engine_thread = EngineThread(partial(build_engine, settings, say, generates=generates, ranks=ranks))
+    await engine_thread.built()
+    return engine_thread
 
 
 def alone_s(role: str, settings: Settings) -> float:

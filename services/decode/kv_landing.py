@@ -199,10 +199,6 @@ class KvLandings:
             log.exception("landing.transport_not_closed", layout=landing.layout.hash())
             self._not_closed.append(landing)
 
-    def at(self, peer: Peer) -> KvLanding | None:
-        """The landing of a connected source."""
-        return self._made.get(peer.layout_hash)
-
     def under_way(self, number: int) -> tuple[Hashable, float] | None:
         """As Transport.under_way, of the transport with this number."""
         made = list(self._made.values())

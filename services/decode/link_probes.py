@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager
 
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.transport import measure_link
-from kvtransfer.types import Peer
-from services.decode.kv_landing import KvLandings
-from services.decode.prefill_peers import CONNECT_TIMEOUT_S
+from services.decode.prefill_peers import CONNECT_TIMEOUT_S, PrefillPeer
 from services.worker import Worker
 from tandem.errors import Busy, DeadlineExceeded, TransferFailed
 
@@ -22,34 +20,31 @@ PROBE_WAIT_S = 10.0  # to wait for another probe of this worker
 
 
 class Probes:
-    def __init__(self, worker: Worker, landings: KvLandings) -> None:
-        self._worker, self._landings = worker, landings
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._lock = asyncio.Lock()
         self._count = itertools.count(1)
 
-    async def speed(self, peer: Peer, size: int = PROBE_BYTES) -> float:
-        """Bytes per second of reads from this peer. A worker runs one probe at a time, so that probes do not slow each
-        other down. Raises Busy and the transport's errors."""
-        most = size // peer.block_bytes
-        landing = self._landings.at(peer)
-        room = landing.count if landing else self._worker.engine.pool.total
-        async with self._locked():
-            async with self._blocks(peer, min(most, room // 4, peer.num_blocks)) as blocks:
-                transport = landing.transport if landing else self._worker.transport
-                if isinstance(transport, AutoTransport):
-                    return await transport.compare(peer, blocks, PROBE_TIMEOUT_S)
-                return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
+    async def speed(self, source: PrefillPeer, size: int = PROBE_BYTES) -> float:
+        """Bytes per second of reads from this source. A worker runs one probe at a time, so that probes do not slow
+        each other down. Raises Busy and the transport's errors."""
+        peer, transport = source.peer, source.transport
+        room = source.landing.count if source.landing else self._worker.engine.pool.total
+        count = min(size // peer.block_bytes, room // 4, peer.num_blocks)
+        async with self._locked(), self._blocks(source, count) as blocks:
+            if isinstance(transport, AutoTransport):
+                return await transport.compare(peer, blocks, PROBE_TIMEOUT_S)
+            return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
 
-    async def compare(self, peer: Peer) -> None:
-        """Measures the transports of a new peer, if there are several. Raises as `speed`."""
-        if isinstance(self._worker.transport, AutoTransport):
-            await self.speed(peer, COMPARE_BYTES)
+    async def compare(self, source: PrefillPeer) -> None:
+        """Measures the transports of a new source, if there are several. Raises as `speed`."""
+        if isinstance(source.transport, AutoTransport):
+            await self.speed(source, COMPARE_BYTES)
 
-    async def verify(self, peer: Peer) -> None:
+    async def verify(self, source: PrefillPeer) -> None:
         """Reads one block. Raises TransferFailed, WorkerLost, Busy."""
-        landing = self._landings.at(peer)
-        transport = landing.transport if landing else self._worker.transport
-        async with self._blocks(peer, 1) as (block,):
+        peer, transport = source.peer, source.transport
+        async with self._blocks(source, 1) as (block,):
             try:
                 await transport.connect(peer, CONNECT_TIMEOUT_S)
                 await transport.read(peer, [(0, block)], CONNECT_TIMEOUT_S)
@@ -57,26 +52,26 @@ class Probes:
                 raise TransferFailed(f"no KV arrives from {peer.worker_id}: {error.message}") from error
 
     @asynccontextmanager
-    async def _blocks(self, peer: Peer, count: int) -> AsyncIterator[list[int]]:
+    async def _blocks(self, source: PrefillPeer, count: int) -> AsyncIterator[list[int]]:
         """Free blocks, whose content is overwritten. All reads into them have ended when the block ends: see
         Transport.read."""
-        if (landing := self._landings.at(peer)) is not None:
+        if (landing := source.landing) is not None:
             places = await landing.take(max(1, count))
             try:
                 yield places
             finally:
                 landing.give(places)
             return
-        loop, pool = self._worker.loop, self._worker.engine.pool
+        thread, pool = self._worker.engine_thread, self._worker.engine.pool
         # A name used only once: the end of one probe must not free the blocks of another.
-        owner = f"probe:{peer.worker_id}#{next(self._count)}"
+        owner = f"probe:{source.peer.worker_id}#{next(self._count)}"
         async with self._worker.in_progress(owner):
             try:
-                if await loop.call(lambda: pool.take(owner, [], max(1, count))) is None:
+                if await thread.call(lambda: pool.take(owner, [], max(1, count))) is None:
                     raise Busy(f"no {count} blocks are free for a probe now", reason="NO_ROOM", retry_after=1.0)
                 yield list(pool.table(owner))
             finally:
-                await loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+                await thread.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:

@@ -41,7 +41,6 @@ log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0  # of GetPeer
 CONNECT_TIMEOUT_S = 5.0  # of the KV plane
 VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications, or measurements; doubles after each failure
-Verify = Callable[[Peer], Awaitable[object]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,9 @@ class PrefillPeer:
         return dict((await _get_peer(self.stub, self.incarnation[0])).adapters)
 
 
+Verify = Callable[[PrefillPeer], Awaitable[object]]
+
+
 @dataclass
 class _Link:
     incarnation: Incarnation
@@ -73,8 +75,8 @@ class _Link:
 
 
 class PrefillPeers:
-    """Connects to every prefill worker in the registry. `verify` reads a block from a connected peer, and raises a
-    TandemError when it does not arrive; `compare` measures the transports of a new peer, if there are several."""
+    """Connects to every prefill worker in the registry. `verify` reads a block from a connected source, and raises a
+    TandemError when it does not arrive; `compare` measures the transports of a new source, if there are several."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class PrefillPeers:
         landings: KvLandings,
         channels: Channels,
         verify: Verify,
-        compare: Verify | None = None,
+        compare: Verify,
     ) -> None:
         self._transport = transport
         self._landings = landings
@@ -154,7 +156,7 @@ class PrefillPeers:
         log.warning("source.refused", source=link.incarnation[0], error=link.failed and link.failed.message)
         while True:
             try:
-                await self._verify((await self._begin(link)).peer)  # reconnects: its agent may have restarted
+                await self._verify(await self._begin(link))  # reconnects: its agent may have restarted
                 break
             except (StaleTransfer, IncompatibleLayout) as error:
                 link.failed = error
@@ -177,9 +179,7 @@ class PrefillPeers:
         pause_s = VERIFY_MIN_S
         while True:
             try:
-                source = await self._get(link)
-                if self._compare is not None:
-                    await self._compare(source.peer)
+                await self._compare(await self._get(link))
                 return
             except TandemError as error:
                 # A link whose connection failed is verified in the background.

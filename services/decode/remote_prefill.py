@@ -112,7 +112,7 @@ class RemotePrefill:
         # Only now: the source has confirmed that it held these blocks until every byte had been read and verified.
         beginning = await self._gate.enter()
         try:
-            watch = await self._worker.loop.join(sequence, token)
+            watch = await self._worker.engine_thread.join(sequence, token)
         except BaseException:
             beginning.close()
             raise

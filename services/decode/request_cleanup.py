@@ -33,7 +33,7 @@ class RequestCleanup:
         """The request is in progress until `held` is closed, which then also drops its blocks. Raises Unavailable while
         the worker drains."""
         await held.enter_async_context(self._worker.in_progress(sequence.id))
-        held.push_async_callback(self._worker.loop.drop, sequence.id)
+        held.push_async_callback(self._worker.engine_thread.drop, sequence.id)
 
     async def after_abort(self, name: str, receiver: Receiver, held: AsyncExitStack) -> None:
         """Aborts the transfer, and closes `held` when no read can write into the blocks any more. Returns after

@@ -75,10 +75,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _decode(self, call: DecodeCall) -> None:
         """One request from its reservation to its end."""
-        request, worker = call.request, self._worker
-        vocab_size = worker.engine.model.vocab_size
+        request, worker, engine = call.request, self._worker, self._worker.engine
+        vocab_size = engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
-        grammar = await worker.loop.compiled(sampling, request.tenant)
+        grammar = await worker.engine_thread.compiled(sampling, request.tenant)
         self._check_adapter(request)
         async with AsyncExitStack() as held:
             name, meant = request.adapter.name, request.adapter.fingerprint
@@ -86,7 +86,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sequence = _sequence(request, next(self._calls), sampling, grammar, adapter, vocab_size)
             await self._cleanup.register(sequence, held)
             here = not request.HasField("prefill")
-            await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS, arrives=not here))
+            await worker.engine_thread.call(lambda: engine.reserve(sequence, RESERVED_OUTPUT_TOKENS, arrives=not here))
             alone = held.enter_context(await self._gate.enter_alone()) if request.alone and here else None
             await call.emit(_admitted(sequence))
             if alone is not None:
@@ -118,7 +118,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:
         """Computes the prompt on this worker, up to its first token or an end without a token."""
         joined_at = monotonic()
-        watch = await self._worker.loop.join(sequence, None)
+        watch = await self._worker.engine_thread.join(sequence, None)
         steps = await watch.next()
         while (message := _tokens(sequence, steps)) is None:
             if steps[-1].progress.finish is not None:
@@ -142,8 +142,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             )
         )
         if sequence.sampling.prompt_logprobs is not None:
-            scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
-            message.tokens.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
+            message.tokens.prompt_logprobs.CopyFrom(await asyncio.to_thread(prompt_logprobs_to, sequence))
         await call.emit(message)
         if call.request.alone:  # the next request may crash this process
             await asyncio.sleep(SENT_S)
@@ -173,7 +172,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         worker, where = self._worker, request.prefill
         try:
             async with self._peers.using(where.worker_id, where.incarnation, where.address) as source:
-                speed = await self._probes.speed(source.peer)
+                speed = await self._probes.speed(source)
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
         here, there = worker.adapters.fingerprints(), await source.adapters()
@@ -270,7 +269,7 @@ class DecodeWorker(Worker):
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = WorkerLiveness(self.registry, self.settings.heartbeat_s * 2)
         self._landings = landings = KvLandings(self)
-        probes = Probes(self, landings)
+        probes = Probes(self)
         peers = self._peers = PrefillPeers(self.transport, landings, self._channels, probes.verify, probes.compare)
         servicer = DecodeServicer(self, peers, probes, digests(block_reader(self.engine.pages)))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)

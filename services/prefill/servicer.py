@@ -47,7 +47,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._check(request)
             began = monotonic()
             sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
-            grammar = await worker.loop.compiled(sampling, request.tenant)
+            grammar = await worker.engine_thread.compiled(sampling, request.tenant)
             async with worker.adapters.held(request.adapter.name, request.adapter.fingerprint) as adapter:
                 prepare_seconds = monotonic() - began
                 async with aclosing(self._offer(request, sampling, grammar, adapter, span)) as events:
@@ -91,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         span.part("held until released", computed, monotonic() - computed)
                 finally:
                     self._sender.revoke_ticket(ticket, "its stream has ended")
-                    await worker.loop.drop(owner)
+                    await worker.engine_thread.drop(owner)
         finally:
             self._sender.revoke_ticket(ticket, "its stream was refused")
             del self._released[ticket]
@@ -124,7 +124,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         contexts = sequence.contexts(pool.block_size, self._worker.engine.state_blocks)
         arrived = monotonic()
-        watch = await self._worker.loop.add(sequence)
+        watch = await self._worker.engine_thread.add(sequence)
         announced, first_step = request.skip_blocks, None
         part = max(1, PART_BYTES // self._worker.layout.block_bytes)
         while True:

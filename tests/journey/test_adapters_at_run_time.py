@@ -213,7 +213,7 @@ async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> No
         inplace = {"lora_name": "taken", "lora_path": "red", "load_inplace": True}
         assert (await call(cluster, "/v1/load_lora_adapter", inplace))[0] == 400
         assert cluster.router.models.first.pools.adapters.list is before
-        assert all(list(worker.later.served) == ["taken"] for worker in cluster.workers.values())
+        assert all(list(worker.runtime_adapters.served) == ["taken"] for worker in cluster.workers.values())
 
 
 async def test_control_without_the_check_an_adapter_outside_is_loaded(
@@ -251,7 +251,7 @@ async def test_all_workers_or_none(inside: Any, root: Path, tiny: Path, tmp_path
             await worker.stop(0.0)
             await cluster.seen(2)
         assert not cluster.router.models.first.pools.adapters.list.adapters
-        assert not any(worker.later.served for worker in cluster.workers.values())
+        assert not any(worker.runtime_adapters.served for worker in cluster.workers.values())
         with pytest.raises(NotFound):
             await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2)
         assert (await load(cluster, "red", "red"))[0] == 200
@@ -265,7 +265,7 @@ async def test_a_worker_that_does_not_answer_is_a_refusal(
         prepare = RuntimeAdapters.prepare
 
         async def lost(self: RuntimeAdapters, name: str, path: str) -> Any:
-            if self is cluster.workers["prefill-0"].later:
+            if self is cluster.workers["prefill-0"].runtime_adapters:
                 raise Unavailable("gone")
             return await prepare(self, name, path)
 
@@ -453,7 +453,7 @@ async def test_others_have_it_and_a_later_worker_too(
                 await second.load_adapter("red", "red")
             first = cluster.workers["decode-0"]
             later = await cluster.start_worker("decode-1")
-            assert list(later.later.served) == ["red"]
+            assert list(later.runtime_adapters.served) == ["red"]
             await first.stop(0.0)
             done = await second.generate(prompt, adapter="red", max_tokens=NEW, ignore_eos=True)
             assert done.token_ids == wanted
@@ -498,12 +498,12 @@ async def test_a_later_worker_without_the_folder_serves_the_rest(
             assert (await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True)).token_ids
         assert any("adapter red" in problem for problem in (await cluster.client.diagnose()).problems)
         (tmp_path / "red").symlink_to(root / "red")
-        assert not lacking.later.served, "a link out of its root"
+        assert not lacking.runtime_adapters.served, "a link out of its root"
         (tmp_path / "red").unlink()
         make_adapter(tmp_path / "red", tiny, seed=1, rank=4)
-        lacking.later._retry_at = 0.0
+        lacking.runtime_adapters._retry_at = 0.0
         async for _ in cluster.router.models.first.pools.view.updates():
-            if lacking.later.served:
+            if lacking.runtime_adapters.served:
                 break
         assert not (await cluster.client.diagnose()).problems
 

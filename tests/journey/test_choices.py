@@ -48,7 +48,7 @@ async def test_only_the_first_answer_comes_before_those_who_wait(
     placed = RequestScheduler.placed
 
     def seen(placer: RequestScheduler, *given: Any, **about: Any) -> Any:
-        asked.append((about["begun"], about["follows"]))
+        asked.append((about["begun"], bool(given[3])))  # `kv_holder`
         return placed(placer, *given, **about)
 
     monkeypatch.setattr(RequestScheduler, "placed", seen)

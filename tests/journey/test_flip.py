@@ -235,10 +235,10 @@ async def test_an_engine_with_something_left_in_it_is_not_handed_on(inside: Any)
     """Blocks that are held after the drain have an owner: the flip fails, and the process would be ended."""
     async with inside(prefill=1, decode=1) as cluster:
         worker = cluster.workers["prefill-0"]
-        await worker.loop.call(lambda: worker.engine.pool.take("a-leak", [], 2))
+        await worker.engine_thread.call(lambda: worker.engine.pool.take("a-leak", [], 2))
         with pytest.raises(InternalError, match="a-leak"):
             await worker.release(0.0)
-        await worker.loop.call(lambda: worker.engine.pool.drop("a-leak"))
+        await worker.engine_thread.call(lambda: worker.engine.pool.drop("a-leak"))
 
 
 async def test_an_engine_whose_transport_did_not_close_is_not_handed_on(inside: Any) -> None:
@@ -255,7 +255,7 @@ async def test_an_engine_whose_transport_did_not_close_is_not_handed_on(inside: 
         worker.transport.close = fail
         with pytest.raises(InternalError, match="did not stop"):
             await worker.release(0.0)
-        worker.loop.stop()
+        worker.engine_thread.stop()
 
 
 async def test_an_engine_that_only_prefills_does_not_decode(inside: Any) -> None:
@@ -266,7 +266,7 @@ async def test_an_engine_that_only_prefills_does_not_decode(inside: Any) -> None
         assert not worker.can_switch_role
         with pytest.raises(PreconditionFailed):
             await launch.start("decode", cluster.settings, "decode-7", engine=await worker.release(0.0))
-        worker.loop.stop()
+        worker.engine_thread.stop()
     flips = {"autoscale": "on", "prefill_max": 2, "decode_max": 2}
     async with inside(prefill=1, decode=0, speculation="ngram", **flips) as cluster:
         assert cluster.workers["prefill-0"].can_switch_role

@@ -201,8 +201,8 @@ async def reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
     assert held, "the fault must fire while the transfer is open"
     blocks = [block for owner in held for block in source.engine.pool.table(owner)]
     for owner in held:
-        await source.loop.drop(owner)
-    await source.loop.call(lambda: forget_cached(source.engine.pool))
+        await source.engine_thread.drop(owner)
+    await source.engine_thread.call(lambda: forget_cached(source.engine.pool))
     if overwrite:
         source.engine.pages.buffer[blocks] = 0x41
 
@@ -428,7 +428,7 @@ async def test_a_ticket_is_dead_before_its_blocks_are_freed(
     monkeypatch.setattr(Sender, "open", lambda book, name: tickets.append(opened(book, name)) or tickets[-1])
     async with inside(wrap=harming({}, before=hold_until(go))) as cluster:
         prefill = cluster.workers["prefill-0"]
-        drop = prefill.loop.drop
+        drop = prefill.engine_thread.drop
 
         async def check_and_drop(owner: str) -> None:
             for ticket in tickets:
@@ -437,7 +437,7 @@ async def test_a_ticket_is_dead_before_its_blocks_are_freed(
                     still_open.append(ticket)
             await drop(owner)
 
-        monkeypatch.setattr(prefill.loop, "drop", check_and_drop)
+        monkeypatch.setattr(prefill.engine_thread, "drop", check_and_drop)
         stream = cluster.client.stream(oracle.prompts(tiny, [50])[0], max_tokens=NEW, ignore_eos=True)
         await anext(stream)
         await stream.aclose()

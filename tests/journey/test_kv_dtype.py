@@ -126,7 +126,7 @@ async def ask_with_wrong_scales(inside: Any, prompt: list[int], kv: str) -> tupl
         layouts.append(cluster.workers["decode-0"].layout)
         done = await cluster.client.generate(prompt, max_tokens=16, ignore_eos=True)
         for worker in cluster.workers.values():
-            await worker.loop.call(partial(forget_cached, worker.engine.pool))
+            await worker.engine_thread.call(partial(forget_cached, worker.engine.pool))
         right = await cluster.client.generate(prompt, max_tokens=16, ignore_eos=True)
         assert right.receipt.attempts == 1
         return done, right.token_ids

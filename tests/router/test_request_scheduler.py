@@ -559,7 +559,7 @@ async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
 async def test_control_without_an_objective_it_waits() -> None:
     """And so does one whose client has had tokens already, of it or of another completion, whatever the objective."""
     late = RoutingConfig("never", ttft=2.5)
-    for rules, about in ((RoutingConfig("never"), {}), (late, {"begun": True}), (late, {"follows": True})):
+    for rules, about in ((RoutingConfig("never"), {}), (late, {"begun": True}), (late, {"kv_holder": "gone"})):
         scheduler = RequestScheduler(slow(), 60.0, rules)
         async with AsyncExitStack() as stack:
             for _ in range(2):
@@ -571,12 +571,10 @@ async def test_control_without_an_objective_it_waits() -> None:
 
 async def test_further_completions_wait_their_turn() -> None:
     """A tenant that asks for many does not come before one that asks for one. The control: one that has begun does."""
-    for about, polite_waits in (({"follows": True}, False), ({"begun": True}, True)):
+    for about, polite_waits in (({"kv_holder": "gone"}, False), ({"begun": True}, True)):
         scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
 
-        async def wait(
-            tenant: str, tokens: int, about: dict[str, bool], scheduler: RequestScheduler = scheduler
-        ) -> None:
+        async def wait(tenant: str, tokens: int, about: Any, scheduler: RequestScheduler = scheduler) -> None:
             async with scheduler.placed(tokens, tokens + 10, 60.0, tenant=tenant, **about):
                 await asyncio.Event().wait()  # keeps its place
 

@@ -30,10 +30,10 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> AdapterSlots:
 
     monkeypatch.setattr(AdapterSlots, "_load", load)
     known = {name: SimpleNamespace(name=name, fingerprint=name.encode()) for name in NAMES}
-    loop: Any = SimpleNamespace(
+    engine_thread: Any = SimpleNamespace(
         engine=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(known=known, slots=[0, 0])))
     )
-    return AdapterSlots(loop, timeout_s)
+    return AdapterSlots(engine_thread, timeout_s)
 
 
 @asynccontextmanager

@@ -317,6 +317,6 @@ async def start(
         harm_transport(_here)
     service: Any = await launch.start(role, settings, worker_id, say, **options)
     if engine is None:
-        await service.loop.call(lambda: harm_engine(service.engine, _here))
+        await service.engine_thread.call(lambda: harm_engine(service.engine, _here))
         listen(_here, Path(os.environ[VARIABLE]) / f"{os.getpid()}.sock")
     return service  # type: ignore[no-any-return]

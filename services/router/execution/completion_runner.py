@@ -105,7 +105,6 @@ class CompletionRunner:
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
             begun=bool(request.generated),
-            follows=bool(kv_holder),
             begun_with=timeline.begun_with,
             alone=alone,
             unsuited=request.unsuited,
@@ -115,22 +114,14 @@ class CompletionRunner:
             try:
                 with _attempt_span(timeline, placement) as span:
                     await self._attempt(completion, placement, deadline, span, alone)
-            except TooLarge as error:
-                _asks_another(request, placement, error)
-                self._does_not_count(placement, timeline)
-                return
-            except (Busy, Unavailable, DataLoss, IncompatibleLayout) as error:
-                if self._refused(error, placement, request):
-                    timeline.refused()
-                    return
-                if request.generated - before < 2:
+            except (Busy, TooLarge, Unavailable, DataLoss, IncompatibleLayout) as error:
+                refused = self._refused(error, placement, request)
+                if not refused and request.generated - before < 2:
                     self._poison.failed(request, error, placement, began, alone)
-                if alone and error.reason == DECODE_UNREACHABLE and timeline.spare():  # it may still have waited
-                    self._does_not_count(placement, timeline)
-                    return
-                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
-                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
-                    self._does_not_count(placement, timeline)
+                if refused or self._spared(error, completion, alone):
+                    full = isinstance(error, Busy) and error.reason != NO_ADAPTER_SLOT
+                    self._scheduler.rejected(placement, full=full)
+                    timeline.refused()
                     return
                 timeline.failed()
                 request.notes.append(f"attempt {timeline.attempts} at token {request.generated}: {error.message}")
@@ -141,11 +132,6 @@ class CompletionRunner:
                     raise _given_up(request, timeline, error) from error
             if request.generated - before >= 2:
                 self._poison.served(request)
-
-    def _does_not_count(self, placement: Placement, timeline: RequestTimeline) -> None:
-        """The decode worker did not get the request, or is too small for it."""
-        self._scheduler.rejected(placement, full=False)
-        timeline.refused()
 
     async def _attempt(
         self, completion: Completion, placement: Placement, deadline: float, span: Span, alone: bool
@@ -176,18 +162,27 @@ class CompletionRunner:
         self._scheduler.observe_path(placement, timeline.path_latency())
 
     def _refused(self, error: TandemError, placement: Placement, request: Request) -> bool:
-        """Whether a worker refused at once what another may take: it has no room, or lacks the adapter, which each says
-        once. Otherwise the attempt has failed, and a worker is blamed."""
+        """Whether a worker refused at once what another may take: it has no room, is too small, or lacks the adapter,
+        which each says once. Otherwise the attempt has failed, and a worker is blamed."""
+        if isinstance(error, TooLarge):
+            _asks_another(request, placement, error)
+            return True
         if isinstance(error, Busy) and error.reason not in UNSUITED:
-            self._scheduler.rejected(placement, full=error.reason != NO_ADAPTER_SLOT)
             return True
         known = len(request.unsuited)
         self._blame(error, placement, request)
         if error.reason != OTHER_ADAPTER or len(request.unsuited) == known:
             return False
-        self._scheduler.rejected(placement, full=False)
         request.notes.append(error.message)
         return True
+
+    def _spared(self, error: TandemError, completion: Completion, alone: bool) -> bool:
+        """Whether a loss is no attempt: the request was not sent, or may still have waited there to begin alone."""
+        request, timeline = completion.request, completion.timeline
+        if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
+            log.info("attempt.not_sent", request=request.request_id, error=error.message)
+            return True
+        return alone and error.reason == DECODE_UNREACHABLE and timeline.spare()
 
     def _blame(self, error: TandemError, placement: Placement, request: Request) -> None:
         """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:

@@ -63,17 +63,18 @@ class ConstrainedQueue:
         return True
 
     def remove(self, waiting: WaitingRequest) -> None:
-        """Does nothing with a request that is not here."""
+        """Removes it from its line, or else from the queue. Idempotent."""
         self._leave(waiting, FairQueue.remove)
 
     def place(self, waiting: WaitingRequest) -> bool:
-        """See FairQueue.place. False: the request is not here."""
+        """FairQueue.place, in its line, or else in the queue. False: in the queue."""
         return self._leave(waiting, FairQueue.place)
 
     def _leave(
         self, waiting: WaitingRequest, leave: Callable[[FairQueue[WaitingRequest], WaitingRequest], None]
     ) -> bool:
         if waiting not in self._line_of:
+            leave(self._queue, waiting)
             return False
         name = self._line_of.pop(waiting)
         leave(self._lines[name], waiting)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import islice
 from time import monotonic
 
 from cluster.state.registry import State
@@ -41,7 +40,6 @@ REJECTED_S = 0.5
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
 PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
-OVER = object()
 
 
 class RequestScheduler:
@@ -56,8 +54,6 @@ class RequestScheduler:
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
-        self._news: Iterator[None] = iter(())
-        self._newest: object = None  # the view that `_news` applies
         self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
         self._useful_wait = UsefulWait(config.ttft, monotonic())
@@ -78,7 +74,6 @@ class RequestScheduler:
         ttft_s: float | None = None,
         spent_s: float = 0.0,
         begun: bool = False,
-        follows: bool = False,
         begun_with: Begun | None = None,
         alone: bool = False,
         unsuited: Collection[Incarnation] = (),
@@ -86,7 +81,7 @@ class RequestScheduler:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
-        `begun`, or `follows` another completion of its request that has, is never refused because of an estimate.
+        `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate.
         `begun_with`: see Begun. A suspected poison request begins `alone`: on a decode worker, which computes its
         prompt. `unsuited` cannot serve this request; they are used only if no other is ready, now or after a rest.
 
@@ -113,14 +108,14 @@ class RequestScheduler:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s, spent_s)
+            useful_s = math.inf if begun or kv_holder else self._useful(waiting, remaining_s, ttft_s, spent_s)
         except (Busy, DeadlineExceeded):
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
         finally:
-            self._forget(waiting)
+            self._constrained.remove(waiting)
             if waiting.placement:
                 self._leave(waiting, waiting.placement)
             self._dispatch_soon()
@@ -129,7 +124,7 @@ class RequestScheduler:
         """Applies the view's changes, some workers at a time, and places waiting requests. Call it after each change;
         otherwise the next request applies all of them at once."""
         self._kept_up = True
-        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer records may arrive meanwhile
+        while self._workers.apply_some(self._view.workers):  # noqa: ASYNC110, no wait; newer records may arrive
             await asyncio.sleep(0)
         self._dispatch()
 
@@ -167,7 +162,8 @@ class RequestScheduler:
         """This was no attempt: the request will be placed again, and is counted only once. `full`: the decode worker
         gets no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
         if full:
-            self._refused(placement.decode)
+            self._workers.rejected(placement.decode, monotonic() + REJECTED_S)
+            self._dispatch_after(REJECTED_S)
         if waiting := self._placed.get(id(placement)):
             waiting.refused = True
 
@@ -241,10 +237,6 @@ class RequestScheduler:
         assert waiting.placement
         return waiting.placement
 
-    def _refused(self, worker: WorkerSnapshot) -> None:
-        self._workers.rejected(worker, monotonic() + REJECTED_S)
-        self._dispatch_after(REJECTED_S)
-
     def _dispatch_after(self, seconds: float) -> None:
         """Dispatches when a worker that was avoided for this time may be used again."""
         asyncio.get_running_loop().call_later(seconds, self._dispatch_soon)
@@ -262,28 +254,22 @@ class RequestScheduler:
             self._dispatching = None
         self._workers.settle()
         for _ in range(PLACEMENTS_PER_SLICE):
-            waiting = self._queue.first()
-            if any(map(self._begins, self._constrained.firsts(waiting))):
-                continue
-            if waiting is None:
+            first = self._queue.first()
+            if not any(map(self._advances, filter(None, (*self._constrained.firsts(first), first)))):
                 return
-            if self._refuse_if_unplaceable(waiting):
-                continue
-            placement = self._place(waiting, len(self._queue) - 1)
-            line = placement is None and constraint(waiting, self._workers.decodes)
-            if line and self._constrained.add(waiting, line):
-                continue
-            if placement is None or starts_late(placement, waiting.tokens):
-                return
-            self._take(waiting, placement)
         self._dispatch_soon()
 
-    def _begins(self, first: WaitingRequest) -> bool:
-        """Places the first of a line if it can be, or ends its wait; False: it goes on waiting."""
+    def _advances(self, first: WaitingRequest) -> bool:
+        """Places the first of a line or of the queue, ends its wait, or moves it from the queue to a line. False: it
+        stays where it waits."""
         if self._refuse_if_unplaceable(first):
             return True
-        placement = self._place(first, 0)
-        if placement is None or starts_late(placement, first.tokens):
+        in_queue = first is self._queue.first()
+        placement = self._place(first, len(self._queue) - 1 if in_queue else 0)
+        if placement is None:
+            line = constraint(first, self._workers.decodes) if in_queue else None
+            return line is not None and self._constrained.add(first, line)
+        if starts_late(placement, first.tokens):
             return False
         self._take(first, placement)
         return True
@@ -292,14 +278,10 @@ class RequestScheduler:
         """True: no decode worker gives its remaining tokens, and its wait has ended."""
         if self._workers.decodes.continues(waiting.begun_with):
             return False
-        self._forget(waiting)
+        self._constrained.remove(waiting)
         waiting.unplaceable = True
         waiting.placed.set()
         return True
-
-    def _forget(self, waiting: WaitingRequest) -> None:
-        self._queue.remove(waiting)
-        self._constrained.remove(waiting)
 
     def _place(self, waiting: WaitingRequest, queued_behind: int) -> Placement | None:
         self._workers.settle()
@@ -355,8 +337,7 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
-        if not self._constrained.place(waiting):
-            self._queue.place(waiting)
+        if not self._constrained.place(waiting):  # it was in the queue
             if self._queue:
                 self._places.append(monotonic())
             else:
@@ -378,13 +359,8 @@ class RequestScheduler:
 
     def _catch_up(self) -> None:
         """Applies one slice of the view's news; all of them if `keep_up` is never called."""
-        deque(islice(self._latest_news(), 1 if self._kept_up else None), maxlen=0)
-
-    def _latest_news(self) -> Iterator[None]:
-        if self._newest is not self._view.workers:
-            self._newest = self._view.workers
-            self._news = self._workers.news(self._view.workers)
-        return self._news
+        while self._workers.apply_some(self._view.workers) and not self._kept_up:
+            pass
 
     def _no_room(self, waiting: WaitingRequest, timeout_s: float) -> Busy | NoWorker:
         if not any(record.state is State.READY for record in self._view.of_role("decode")):

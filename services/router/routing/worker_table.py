@@ -51,16 +51,23 @@ class WorkerTable:
         self._changed: set[str] = set()  # ids whose account has changed since their candidate was made
         self._resting: list[tuple[float, str]] = []  # a heap: until when a worker is left alone
         self._placements = 0
+        self._newest: Mapping[str, WorkerRecord] | None = None  # the records that `_news` applies
+        self._news: Iterator[bool] = iter(())
 
-    def news(self, records: Mapping[str, WorkerRecord]) -> Iterator[None]:
-        """Applies the records that have changed, one slice per iteration."""
+    def apply_some(self, records: Mapping[str, WorkerRecord]) -> bool:
+        """Applies a slice of the records that have changed. False: all are applied."""
+        if records is not self._newest:
+            self._newest, self._news = records, self._changes(records)
+        return next(self._news, False)
+
+    def _changes(self, records: Mapping[str, WorkerRecord]) -> Iterator[bool]:
         for number, record in enumerate(
             [record for worker_id, record in records.items() if self._records.get(worker_id) is not record]
         ):
             if record.role in ("decode", "prefill"):
                 self._take(record)
             if number % RECORDS_PER_SLICE == RECORDS_PER_SLICE - 1:
-                yield
+                yield True
         now = monotonic()
         for worker_id in self._records.keys() - records.keys():
             self._drop(self._records.pop(worker_id))
