@@ -33,6 +33,8 @@ from tandem.errors import Busy, PreconditionFailed, TandemError, TooLarge
 WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
 PAGE_ENTRIES = 1000  # entries of one read
 LEASES_PER_SCRIPT = 500  # leases of one script
+COMPLETIONS = 16  # of one job, at most
+STATUS = ("state", "generation", "error", "tokens", *(f"tokens:{number}" for number in range(1, COMPLETIONS)))
 OWN_BYTES = 5 * 1024  # that a job takes in addition to its content, most of them Valkey's for a stream
 EXPIRED_PER_SCRIPT = 64  # expired jobs whose entries one script removes
 DAY_S = 86_400
@@ -57,6 +59,8 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
+    """`request` is empty in a status."""
+
     job_id: str
     request: bytes
     state: JobState
@@ -213,17 +217,25 @@ class JobJournal:
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
+        return await self._record(job_id, "request", *STATUS)
+
+    async def status(self, job_id: str) -> JobRecord:
+        """Without the request, which may be megabytes. Raises NotFound."""
+        return await self._record(job_id, *STATUS)
+
+    async def _record(self, job_id: str, *names: str) -> JobRecord:
         async with self._reads.connection() as client:
-            fields: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
-        if b"state" not in fields:
+            values = await client.hmget(self._job(job_id), names)
+        fields = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        if "state" not in fields:
             raise no_such("job", job_id, KEPT)
-        error = fields.get(b"error", b"").decode()
+        error = fields.get("error", b"").decode()
         return JobRecord(
             job_id,
-            fields[b"request"],
-            JobState(fields[b"state"].decode()),
-            int(fields[b"generation"]),
-            sum(int(count) for name, count in fields.items() if name.startswith(b"tokens")),
+            fields.get("request", b""),
+            JobState(fields["state"].decode()),
+            int(fields["generation"]),
+            sum(int(count) for name, count in fields.items() if name.startswith("tokens")),
             _from_json(error) if error else None,
         )
 

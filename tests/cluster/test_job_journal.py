@@ -23,6 +23,7 @@ from cluster.state.job_journal import (
     Kept,
 )
 from cluster.state.stream_watches import MAX_TAIL_ENTRIES, READ_BLOCK_S, StreamWatches
+from services.router.preprocess.validation import MAX_N
 from tandem.errors import Busy, NotFound, PreconditionFailed, TooLarge, Unavailable
 
 SOON_S = 10.0
@@ -371,6 +372,21 @@ async def test_each_completion_of_a_job_has_its_own_place(kept: JobJournal) -> N
     record = await kept.get("/job")
     assert record == JobRecord("/job", b"request of /job", JobState.OPEN, 1, 9, None)
     assert [entry.event for entry in await kept.entries("/job")] == [b"a", b"b", b"c", b"a has ended"]
+
+
+async def test_the_status_of_a_job_is_all_that_is_kept_of_it_but_the_request(kept: JobJournal) -> None:
+    """With the tokens of as many completions as a job may have, and its error."""
+    await kept.submit(asked("/job"))
+    for choice in range(MAX_N):
+        await kept.append("/job", 1, 0, 2, b"", choice)
+    await kept.end("/job", 1, JobState.FAILED, error=Busy("too much"))
+    record = await kept.get("/job")
+    assert (record.request, record.tokens) == (b"request of /job", 2 * MAX_N)
+    status = await kept.status("/job")
+    assert (status.request, status.state, status.generation, status.tokens) == (b"", JobState.FAILED, 1, 2 * MAX_N)
+    assert isinstance(status.error, Busy)
+    with pytest.raises(NotFound):
+        await kept.status("/another")
 
 
 async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:

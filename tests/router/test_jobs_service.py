@@ -33,6 +33,9 @@ class Journal:
     async def get(self, job_id: str) -> JobRecord:
         return JobRecord(job_id, self.request, State.OPEN, generation=1, tokens=0, error=None)
 
+    async def status(self, job_id: str) -> JobRecord:
+        return JobRecord(job_id, b"", State.OPEN, generation=1, tokens=0, error=None)
+
     async def watch(self, job_id: str, idle_s: float) -> AsyncIterator[list[Entry]]:
         for page in self._pages:
             yield page
@@ -45,8 +48,11 @@ def service_of(journal: Journal) -> JobService:
 
 
 def watched(service: JobService, from_token: int) -> AsyncGenerator[jobs_pb2.WatchJobResponse, None]:
-    context: Any = SimpleNamespace(invocation_metadata=tuple)
-    return service.WatchJob(jobs_pb2.WatchJobRequest(job_id="j", from_token=from_token), context)
+    return service.WatchJob(jobs_pb2.WatchJobRequest(job_id="j", from_token=from_token), context_of())
+
+
+def context_of() -> Any:
+    return SimpleNamespace(invocation_metadata=tuple)
 
 
 async def test_a_watcher_does_not_keep_the_request_of_its_job() -> None:
@@ -58,6 +64,22 @@ async def test_a_watcher_does_not_keep_the_request_of_its_job() -> None:
         assert first.event.started.prompt_tokens == 1000
         kept = sys.getrefcount(journal.request)  # not within the assertion, which keeps it itself
     assert kept == before
+
+
+async def test_who_asks_for_a_jobs_state_does_not_read_its_request() -> None:
+    """It may be megabytes: neither a silent watcher, which asks again and again, nor GetJob reads it."""
+    journal, reads, read = Journal([], [], []), list[str](), Journal.get
+
+    async def get(job_id: str) -> JobRecord:
+        reads.append(job_id)
+        return await read(journal, job_id)
+
+    journal.get = get  # type: ignore[method-assign]
+    service = service_of(journal)
+    assert len([event async for event in watched(service, from_token=0)]) == 1
+    assert len(reads) == 1  # at the beginning, for the number of its prompt's tokens
+    await service.GetJob(jobs_pb2.GetJobRequest(job_id="j"), context_of())
+    assert len(reads) == 1
 
 
 async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> None:
@@ -87,7 +109,7 @@ async def test_an_answer_that_was_read_to_its_end_may_be_gone(end: State, fails:
     async def gone(job_id: str) -> JobRecord:
         raise no_such("job", job_id, "")
 
-    journal.get = gone  # type: ignore[method-assign]
+    journal.get = journal.status = gone  # type: ignore[method-assign]
     with pytest.raises(NotFound) if fails else nullcontext():
         assert [event async for event in events] == []
 

@@ -52,6 +52,8 @@ class Journal:
         error = FAILURE if self._end is State.FAILED else None
         return JobRecord(job_id, jobs_pb2.KeptJob().SerializeToString(), self._end, 1, 1, error)
 
+    status = get
+
     async def watch(self, job_id: str, idle_s: float) -> AsyncIterator[list[Entry]]:
         taken, times = self._takes.get(job_id, ("", 0))
         if times:

@@ -119,7 +119,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                         return
                     self._check_stays()
                     if not entries:
-                        await self._journal.get(job_id)  # it may have been forgotten
+                        await self._journal.status(job_id)  # it may have been forgotten
 
     async def _started(self, job_id: str, name: str) -> tuple[generation_pb2.GenerateResponse, int]:
         """The first event of a job's answer, and the number of its stored tokens."""
@@ -130,7 +130,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
         if ended is State.CANCELLED:
             raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
-        if ended is State.FAILED and (error := (await self._journal.get(job_id)).error):
+        if ended is State.FAILED and (error := (await self._journal.status(job_id)).error):
             raise error
 
     @contextmanager
@@ -224,7 +224,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             return model
 
     async def _job(self, name: str, key: ApiKey) -> jobs_pb2.Job:
-        record = await self._journal.get(_scoped(key, name))
+        record = await self._journal.status(_scoped(key, name))
         return jobs_pb2.Job(
             job_id=name,
             state=STATES[record.state],

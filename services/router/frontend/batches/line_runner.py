@@ -151,13 +151,13 @@ class LineRunner:
                     if end is not None:
                         break
                     if not entries:
-                        await self._journal.get(job_id)  # it may have been forgotten
+                        await self._journal.status(job_id)  # it may have been forgotten
             await self._raise_failure(job_id, end)
 
     async def _raise_failure(self, job_id: str, end: State | None) -> None:
         if end is State.CANCELLED:
             raise Cancelled("the job of this line was cancelled", reason="JOB_CANCELLED")
-        if end is State.FAILED and (error := (await self._journal.get(job_id)).error):
+        if end is State.FAILED and (error := (await self._journal.status(job_id)).error):
             raise error
 
     @staticmethod
