@@ -134,11 +134,11 @@ class BatchStore:
         keys = [self._key("file", tenant, file_id), where, self._of_tenant("files", tenant)]
         about = [file_id, filename, purpose, len(content), kept_ms]
         args = [*about, self._most, MAX_FILES, self._key("file", tenant, ""), INDEX_MS]
-        self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 0]))
+        self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 0], tenant))
         for start in range(0, max(1, len(content)), PIECE_BYTES):
             piece = content[start : start + PIECE_BYTES]
-            await self._store.run(scripts.ADD_PIECE, [where], [piece, UPLOAD_MS])
-        self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 1]))
+            await self._store.run(scripts.ADD_PIECE, [where], [piece, UPLOAD_MS], tenant)
+        self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 1], tenant))
         return await self.file(tenant, file_id)
 
     def _check_room(self, outcome: bytes) -> None:
@@ -153,7 +153,7 @@ class BatchStore:
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """Raises NotFound."""
-        fields = await self._hash(self._key("file", tenant, file_id))
+        fields = await self._hash("file", tenant, file_id)
         if not fields:
             raise no_such("file", file_id, FILES_KEPT)
         return _file(file_id, fields)
@@ -167,13 +167,13 @@ class BatchStore:
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Raises NotFound. A batch that has begun keeps its own copy of its input."""
-        keys = [self._key(kind, tenant, file_id) for kind in ("file", "content")]
-        if not int(await self._store.run(scripts.DELETE_FILE, [*keys, self._of_tenant("files", tenant)], [file_id])):
+        keys = [*(self._key(kind, tenant, file_id) for kind in ("file", "content")), self._of_tenant("files", tenant)]
+        if not int(await self._store.run(scripts.DELETE_FILE, keys, [file_id], tenant)):
             raise no_such("file", file_id, FILES_KEPT)
 
     async def content(self, tenant: str, record: FileRecord) -> AsyncIterator[bytes]:
         """The file's bytes, page by page."""
-        async for page in self._pages(self._key("content", tenant, record.file_id)):
+        async for page in self._pages("content", tenant, record.file_id):
             yield page
 
     # ---- batches
@@ -187,7 +187,8 @@ class BatchStore:
         about = [part for pair in fields.items() for part in pair]
         most = [MAX_OPEN_BATCHES, MAX_BATCHES, self._key("batch", tenant, ""), INDEX_MS, DAY_S]
         most += [self._key("file", tenant, ""), self._most]
-        outcome = await self._store.run(scripts.CREATE, keys, [batch_id, f"{tenant}/{batch_id}", *most, *about])
+        args = [batch_id, f"{tenant}/{batch_id}", *most, *about]
+        outcome = await self._store.run(scripts.CREATE, keys, args, tenant)
         if outcome == b"no file":
             raise no_such("file", file_id, FILES_KEPT, "input_file_id")
         if outcome == b"bytes":
@@ -211,7 +212,7 @@ class BatchStore:
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises NotFound."""
-        fields = await self._hash(self._key("batch", tenant, batch_id))
+        fields = await self._hash("batch", tenant, batch_id)
         if "state" not in fields:
             raise no_such("batch", batch_id, BATCHES_KEPT)
         return BatchRecord(tenant, batch_id, fields)
@@ -223,7 +224,7 @@ class BatchStore:
 
     async def cancel(self, tenant: str, batch_id: str) -> None:
         """The owner notices when it renews its lease. Raises NotFound, PreconditionFailed when it has ended."""
-        status = (await self._store.run(scripts.CANCEL, [self._key("batch", tenant, batch_id)], [])).decode()
+        status = (await self._store.run(scripts.CANCEL, [self._key("batch", tenant, batch_id)], [], tenant)).decode()
         if status == "unknown":
             raise no_such("batch", batch_id, BATCHES_KEPT)
         if status != "open":
@@ -262,20 +263,20 @@ class BatchStore:
 
     async def input(self, record: BatchRecord) -> list[bytes]:
         """The batch's input file in pieces; join long ones on a thread."""
-        return [page async for page in self._pages(self._key("input", record.tenant, record.batch_id))]
+        return [page async for page in self._pages("input", record.tenant, record.batch_id)]
 
     async def answered(self, record: BatchRecord) -> set[int]:
         """The lines that have a result."""
-        async with self._store.connection() as client:
+        async with self._store.connection(tenant=record.tenant) as client:
             bits = await client.get(self._key("answered", record.tenant, record.batch_id)) or b""
         return {8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte & 0x80 >> bit}
 
     async def begin(self, record: BatchRecord, status: BatchStatus, **counts: int) -> bool:
         """Stores a status that is not final, with its time, unless the batch was cancelled. False: it has another
         owner."""
-        more = [part for pair in counts.items() for part in pair]
+        args = [record.generation, status.value, *(part for pair in counts.items() for part in pair)]
         key = self._key("batch", record.tenant, record.batch_id)
-        return bool(await self._store.run(scripts.BEGIN, [key], [record.generation, status.value, *more]) == b"kept")
+        return bool(await self._store.run(scripts.BEGIN, [key], args, record.tenant) == b"kept")
 
     async def add(self, record: BatchRecord, results: Sequence[LineResult]) -> Stored:
         """Appends the results of lines without one. FULL: only the results before the first one over the limit are
@@ -287,7 +288,7 @@ class BatchStore:
         for one in results:
             tokens = (one.input_tokens, one.cached_tokens, one.output_tokens, one.reasoning_tokens)
             args += [one.line, "completed" if one.completed else "failed", one.text, *tokens]
-        return Stored((await self._store.run(scripts.ADD_RESULTS, keys, args)).decode())
+        return Stored((await self._store.run(scripts.ADD_RESULTS, keys, args, record.tenant)).decode())
 
     async def end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Stores the final status; the results become files. `errors` are those of the input. False: it has another
@@ -301,7 +302,7 @@ class BatchStore:
         kept_ms = min(own_ms, self._kept_ms) if own_ms else self._kept_ms
         about = [record.generation, f"{tenant}/{batch_id}", status.value, json.dumps(list(errors)) if errors else ""]
         args = [*about, self._kept_ms, kept_ms, batch_id, *names]
-        return bool(await self._store.run(scripts.END, keys, args) == b"kept")
+        return bool(await self._store.run(scripts.END, keys, args, tenant) == b"kept")
 
     # ---- inside
 
@@ -315,23 +316,23 @@ class BatchStore:
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._prefix}:{kind}:{tenant}"
 
-    async def _hash(self, key: str) -> dict[str, str]:
-        async with self._store.connection() as client:
-            return _text(await client.hgetall(key))
+    async def _hash(self, kind: str, tenant: str, name: str) -> dict[str, str]:
+        async with self._store.connection(tenant=tenant) as client:
+            return _text(await client.hgetall(self._key(kind, tenant, name)))
 
     async def _page(
         self, kind: str, index: str, tenant: str, limit: int, after: str, newest_first: bool, purpose: str
     ) -> tuple[list[tuple[str, dict[str, str]]], bool] | None:
         args = [self._key(kind, tenant, ""), after, limit, int(newest_first), purpose]
-        more, rows = await self._store.run(scripts.LIST, [self._of_tenant(index, tenant)], args)
+        more, rows = await self._store.run(scripts.LIST, [self._of_tenant(index, tenant)], args, tenant)
         if int(more) < 0:
             return None
         found = [(name.decode(), _text(dict(zip(flat[::2], flat[1::2], strict=True)))) for name, flat in rows]
         return found, bool(more)
 
-    async def _pages(self, key: str) -> AsyncIterator[bytes]:
-        at = 0
-        while pieces := await self._store.run(scripts.PAGE, [key], [at, PIECE_BYTES, MAX_PAGE_PIECES]):
+    async def _pages(self, kind: str, tenant: str, name: str) -> AsyncIterator[bytes]:
+        at, keys = 0, [self._key(kind, tenant, name)]
+        while pieces := await self._store.run(scripts.PAGE, keys, [at, PIECE_BYTES, MAX_PAGE_PIECES], tenant):
             yield b"".join(pieces)
             at += len(pieces)
 

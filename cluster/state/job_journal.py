@@ -125,7 +125,7 @@ class JobJournal:
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
         keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
-        outcome, *about = [part.decode() for part in await self._writes.run(scripts.SUBMIT, keys, args)]
+        outcome, *about = [part.decode() for part in await self._writes.run(scripts.SUBMIT, keys, args, tenant)]
         if outcome == "other":
             raise PreconditionFailed(
                 f"job {about[0]!r:.140} exists already, with a different request",
@@ -154,7 +154,7 @@ class JobJournal:
         """Appends tokens [first, end) of a completion; an empty range when it has ended and others continue."""
         keys = [self._job(job_id), self._events(job_id)]
         place = f"tokens:{choice}" if choice else "tokens"
-        return Kept(await self._run(scripts.APPEND, keys, [generation, first, end, event, place]))
+        return Kept(await self._run(scripts.APPEND, keys, [generation, first, end, event, place], job_id))
 
     async def end(
         self,
@@ -168,7 +168,7 @@ class JobJournal:
         error_json = _to_json(error) if error else ""
         args = [generation, state.value, event, error_json, job_id, self._kept_ms, self._most_bytes]
         args += [self._job(""), self._events(""), OWN_BYTES, EXPIRED_PER_SCRIPT]
-        return Kept(await self._run(scripts.END, [*self._ended(job_id), *self._open], args))
+        return Kept(await self._run(scripts.END, [*self._ended(job_id), *self._open], args, job_id))
 
     async def renew(self, owned: Sequence[tuple[str, int]]) -> list[Kept]:
         """Renews the leases of these jobs, given by id and generation."""
@@ -193,38 +193,39 @@ class JobJournal:
             claimed = await self._writes.run(scripts.CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
             if not claimed:
                 return None
-            if (generation := int(claimed[1])) and (
-                record := await self.get(claimed[0].decode())
-            ).generation == generation:
-                return record
+            if generation := int(claimed[1]):
+                # Not in its turn: a tenant with many calls would delay jobs of others that are claimed next.
+                record = await self._record("", claimed[0].decode(), "request", *STATUS)
+                if record.generation == generation:
+                    return record
 
     async def cancel(self, job_id: str) -> None:
         """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
-        if not int(await self._run(scripts.CANCEL, [self._job(job_id)], [])):
+        if not int(await self._run(scripts.CANCEL, [self._job(job_id)], [], job_id)):
             raise no_such("job", job_id, KEPT)
 
     async def open_with(self, prefix: str) -> list[str]:
         """The ids of the open jobs that begin with `prefix`."""
         first = prefix.encode()
-        async with self._reads.connection() as client:
+        async with self._reads.connection(tenant=_tenant(prefix)) as client:
             # No id has the byte 0xff, since ids are UTF-8.
             found = await client.zrangebylex(self._open[1], b"[" + first, b"(" + first + b"\xff")
         return [job_id.decode() for job_id in found]
 
     async def forget(self, job_id: str) -> bool:
         """Removes a job that has ended, before its time. False: there is none."""
-        return bool(await self._writes.run(scripts.FORGET, self._ended(job_id), [job_id]))
+        return bool(await self._writes.run(scripts.FORGET, self._ended(job_id), [job_id], _tenant(job_id)))
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
-        return await self._record(job_id, "request", *STATUS)
+        return await self._record(_tenant(job_id), job_id, "request", *STATUS)
 
     async def status(self, job_id: str) -> JobRecord:
         """Without the request, which may be megabytes. Raises NotFound."""
-        return await self._record(job_id, *STATUS)
+        return await self._record(_tenant(job_id), job_id, *STATUS)
 
-    async def _record(self, job_id: str, *names: str) -> JobRecord:
-        async with self._reads.connection() as client:
+    async def _record(self, turn: str, job_id: str, *names: str) -> JobRecord:
+        async with self._reads.connection(tenant=turn) as client:
             values = await client.hmget(self._job(job_id), names)
         fields = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         if "state" not in fields:
@@ -241,7 +242,7 @@ class JobJournal:
 
     async def entries(self, job_id: str, after: str = "0") -> list[Entry]:
         """The entries after `after`, in order, at most one page."""
-        async with self._reads.connection() as client:
+        async with self._reads.connection(tenant=_tenant(job_id)) as client:
             rows = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE_ENTRIES)
         return [_entry(row) for row in rows]
 
@@ -292,15 +293,19 @@ class JobJournal:
 
     def _ended(self, job_id: str) -> list[str]:
         """The keys of a job, and of the ended jobs of its tenant."""
-        tenant, prefix = job_id.partition("/")[0], self._prefix
+        tenant, prefix = _tenant(job_id), self._prefix
         return [
             *(self._job(job_id), self._events(job_id)),
             *(f"{prefix}:ended:{tenant}", f"{prefix}:ended-bytes:{tenant}"),
         ]
 
-    async def _run(self, script: str, keys: list[str], args: list[Any]) -> str:
-        outcome = await self._writes.run(script, keys, args)
+    async def _run(self, script: str, keys: list[str], args: list[Any], job_id: str) -> str:
+        outcome = await self._writes.run(script, keys, args, _tenant(job_id))
         return outcome.decode() if isinstance(outcome, bytes) else str(outcome)
+
+
+def _tenant(job_id: str) -> str:
+    return job_id.partition("/")[0]
 
 
 def _entry(raw: Raw) -> Entry:

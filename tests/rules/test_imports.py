@@ -76,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("services", "engine", "kvtransfer", "tandem"),
         *("cluster.state.heartbeat", "cluster.state.registry", "cluster.state.adapter_list"),
     },
-    "cluster.state.redis_store": {"tandem.errors"},
+    "cluster.state.redis_store": {"tandem.errors", "tandem.tenancy"},
     "cluster.state.registry": {"cluster.state.redis_store", "cluster.state.registry_scripts"},
     "cluster.state.registry_scripts": {"cluster.state.redis_store"},
     "cluster.state.adapter_list": {"cluster.state.registry", "tandem.errors"},
@@ -158,7 +158,6 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("routing",),
         ("preprocess", "tenancy"),
         ("answer",),
-        ("tenant_slots",),
     ),
     "engine": (
         *(

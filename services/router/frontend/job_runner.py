@@ -23,7 +23,6 @@ from services.router.models import Model, Models
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ModelFacts
 from services.router.tenancy.rate_limits import RateLimits
-from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
     Busy,
     DataLoss,
@@ -39,6 +38,7 @@ from tandem.errors import (
 from tandem.grpc_errors import known_errors
 from tandem.settings import Settings
 from tandem.tasks import end, forever, once
+from tandem.tenancy.tenant_slots import TenantSlots
 from tandem.v1 import generation_pb2, jobs_pb2
 
 log = structlog.get_logger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from services.router.tenant_slots import TenantSlots
 from tandem.errors import Busy
+from tandem.tenancy.tenant_slots import TenantSlots
 
 # Work on inputs up to this size runs on the event loop: a few milliseconds at one token per two bytes.
 SHORT_BYTES = 2 * 1024

@@ -106,7 +106,7 @@ class ResponsesApi:
                 about = (body, request_id, tenant, before, known)
                 prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
-            await self._stored.store.check()  # now, not after the answer has been computed
+            await self._stored.store.check(tenant)  # now, not after the answer has been computed
         return self._endpoint.respond(request, prepared)
 
     def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[int, Responses, Prepared | None]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.router.tenant_slots import TenantSlots
+from tandem.tenancy.tenant_slots import TenantSlots
 
 
 class Places:
