@@ -31,7 +31,7 @@ from tandem import errors
 from tandem.errors import Busy, PreconditionFailed, TandemError, TooLarge
 
 WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
-PAGE_ENTRIES = 1000  # entries of one read
+PAGE_ENTRIES = 256  # entries of one read
 LEASES_PER_SCRIPT = 500  # leases of one script
 COMPLETIONS = 16  # of one job, at most
 STATUS = ("state", "generation", "error", "tokens", *(f"tokens:{number}" for number in range(1, COMPLETIONS)))

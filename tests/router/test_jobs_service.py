@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from cluster.state.job_journal import Entry, JobRecord
 from cluster.state.job_journal import JobState as State
 from cluster.state.redis_store import no_such
+from services.router.frontend import jobs_service
 from services.router.frontend.jobs_service import EVENTS_PER_MESSAGE, JobService
 from services.router.tenancy.api_keys import ANONYMOUS
 from services.router.tenancy.rate_limits import RateLimits
-from tandem.errors import NotFound
+from tandem.errors import NotFound, Unavailable
+from tandem.tasks import end as ended
 from tandem.telemetry.tracing import NO_SPAN, NO_TRACING
 from tandem.v1 import generation_pb2, jobs_pb2
 
@@ -96,6 +99,46 @@ async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> Non
     service._messages.keep = keep  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
     assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE
+
+
+async def test_what_the_clients_of_watchers_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each tenant, in bytes: a thousand streams that read nothing could each hold a page of megabytes. The control:
+    a client that takes what it is sent leaves room for the next one."""
+    monkeypatch.setattr(jobs_service, "MAX_HELD_BYTES", 5000)
+    delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(index=0, token_ids=[1], text="x" * 2000))
+    service = service_of(Journal([Entry("1", delta.SerializeToString())]))
+    for _ in range(3):
+        assert len([event async for event in watched(service, from_token=0)]) == 2
+    async with AsyncExitStack() as held:
+        watches = [await held.enter_async_context(aclosing(watched(service, from_token=0))) for _ in range(3)]
+        for watch in watches[:2]:
+            await anext(watch)
+            await anext(watch)  # the page, of which it takes no more
+        await anext(watches[2])
+        with pytest.raises(Unavailable) as refused:
+            await anext(watches[2])
+        assert refused.value.reason == "WATCHERS_BEHIND"
+    assert not service._held
+
+
+async def test_a_watcher_does_not_keep_what_its_client_has_taken() -> None:
+    """While it waits for more."""
+    page, waits = [Entry("1", b"")], asyncio.Event()
+
+    class Waiting(Journal):
+        async def watch(self, job_id: str, idle_s: float) -> AsyncIterator[list[Entry]]:
+            yield page
+            waits.set()
+            await asyncio.Event().wait()
+
+    async with aclosing(watched(service_of(Waiting()), from_token=0)) as watch:
+        await anext(watch)
+        before = sys.getrefcount(page)
+        more = asyncio.ensure_future(anext(watch))
+        await waits.wait()
+        kept = sys.getrefcount(page)  # not within the assertion, which keeps it itself
+        await ended(more)
+    assert kept == before
 
 
 @pytest.mark.parametrize(("end", "fails"), [(State.FINISHED, False), (State.FAILED, True)])

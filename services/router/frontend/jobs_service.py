@@ -44,6 +44,7 @@ MAX_WATCHERS = 1024  # of one tenant, at one router
 WATCH_MESSAGES_PER_S = 500.0
 EVENTS_PER_MESSAGE = 32  # stored events whose reading counts as a message: also those that a watcher has already
 WATCH_BURST_S = 0.1  # that they may be ahead of this rate
+MAX_HELD_BYTES = 64 * 1024 * 1024  # of stored events that a tenant's watchers have read and its clients have not taken
 IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
 STATES = {
@@ -71,6 +72,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._runner = runner
         self._tracing = tracing
         self._watchers: Counter[str] = Counter()  # by tenant
+        self._held: Counter[str] = Counter()  # bytes, by tenant
         self._messages = TenantRate(WATCH_MESSAGES_PER_S, WATCH_BURST_S)
         self._leaving = False
 
@@ -103,23 +105,25 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             yield jobs_pb2.WatchJobResponse(event=first)
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
-                    await self._messages.keep(key.name, len(entries) / EVENTS_PER_MESSAGE)
-                    ended = next((entry.ended for entry in entries if entry.ended is not None), None)
-                    events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
-                    # A reconnecting watcher may have more tokens of one completion than of another. If from_token is
-                    # the position of the shortest one, no message may mix tokens that it has with tokens that it lacks.
-                    take = next_merged if first.started.choices == 1 or history <= 0 else deque.popleft
-                    history -= sum(len(event.delta.token_ids) for event in events)
-                    events = deque(event for event in events if not _known(event, request.from_token))
-                    while events:
-                        await self._messages.keep(key.name, 1)
-                        yield jobs_pb2.WatchJobResponse(event=take(events))
+                    with self._holding(key.name, sum(len(entry.event) for entry in entries)):
+                        await self._messages.keep(key.name, len(entries) / EVENTS_PER_MESSAGE)
+                        ended = next((entry.ended for entry in entries if entry.ended is not None), None)
+                        events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
+                        # A reconnecting watcher may have more tokens of one completion than of another. If from_token
+                        # is the position of the shortest one, no message may mix tokens that it has with others.
+                        take = next_merged if first.started.choices == 1 or history <= 0 else deque.popleft
+                        history -= sum(len(event.delta.token_ids) for event in events)
+                        events = deque(event for event in events if not _known(event, request.from_token))
+                        while events:
+                            await self._messages.keep(key.name, 1)
+                            yield jobs_pb2.WatchJobResponse(event=take(events))
                     if ended is not None:
                         await self._raise_end(job_id, request.job_id, ended)
                         return
                     self._check_stays()
                     if not entries:
                         await self._journal.status(job_id)  # it may have been forgotten
+                    del entries  # otherwise kept, and not counted, until the next ones come
 
     async def _started(self, job_id: str, name: str) -> tuple[generation_pb2.GenerateResponse, int]:
         """The first event of a job's answer, and the number of its stored tokens."""
@@ -149,6 +153,24 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             if not self._watchers[key.name]:
                 del self._watchers[key.name]
                 self._messages.forget()
+
+    @contextmanager
+    def _holding(self, tenant: str, size: int) -> Iterator[None]:
+        """Counts bytes of stored events that a watcher has read. A tenant may always have one page of them. Raises
+        Unavailable, after which a watcher continues where it was."""
+        held = self._held[tenant]
+        if held and held + size > MAX_HELD_BYTES:
+            raise Unavailable(
+                f"clients have not taken {held} bytes that their watchers read, and {MAX_HELD_BYTES} is the limit",
+                reason="WATCHERS_BEHIND",
+                retry_after=1.0,
+            )
+        self._held[tenant] += size
+        try:
+            yield
+        finally:
+            self._held[tenant] -= size
+            self._held += Counter()  # drops tenants without any
 
     async def GetJob(
         self, request: jobs_pb2.GetJobRequest, context: grpc.aio.ServicerContext
