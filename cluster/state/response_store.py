@@ -12,6 +12,7 @@ ones have expired or been deleted. Times are the server's.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from cluster.state.redis_store import RedisStore, no_such
@@ -57,6 +58,13 @@ if size then
 end
 return known
 """
+SIZE = """
+local size = 0
+for _, name in ipairs(ARGV) do size = size + redis.call('HSTRLEN', KEYS[1], name) end
+return size
+"""
+
+Count = Callable[[int], Awaitable[None]]  # of the bytes that are about to be read; what it raises prevents that
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +118,31 @@ class ResponseStore:
         args = [response_id, input_items, response, *more]
         await self._store.run(PUT, self._keys(tenant, response_id), args, tenant)
 
-    async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Raises NotFound."""
-        found = await self._fields(tenant, response_id, "input", "response")
-        return StoredResponse(*found)
+    async def size(self, tenant: str, response_id: str, *names: str) -> int:
+        """The bytes of these parts, without reading them. Raises NotFound."""
+        if size := int(await self._store.run(SIZE, [self._key(tenant, response_id)], names, tenant)):
+            return size
+        raise no_response(response_id)
 
-    async def response(self, tenant: str, response_id: str) -> bytes:
+    async def get(self, tenant: str, response_id: str, count: Count) -> StoredResponse:
+        """Raises NotFound."""
+        return StoredResponse(*await self._fields(tenant, response_id, count, "input", "response"))
+
+    async def input(self, tenant: str, response_id: str, count: Count) -> bytes:
+        """The items before the answer alone. Raises NotFound."""
+        return (await self._fields(tenant, response_id, count, "input"))[0]
+
+    async def response(self, tenant: str, response_id: str, count: Count) -> bytes:
         """The response object alone. Raises NotFound."""
-        return (await self._fields(tenant, response_id, "response"))[0]
+        return (await self._fields(tenant, response_id, count, "response"))[0]
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
         if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id], tenant)):
             raise no_response(response_id)
 
-    async def _fields(self, tenant: str, response_id: str, *names: str) -> list[bytes]:
+    async def _fields(self, tenant: str, response_id: str, count: Count, *names: str) -> list[bytes]:
+        await count(await self.size(tenant, response_id, *names))
         async with self._store.connection(tenant=tenant) as client:
             found: list[bytes | None] = await client.hmget(self._key(tenant, response_id), names)
         known = [value for value in found if value is not None]

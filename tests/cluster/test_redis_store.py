@@ -379,7 +379,7 @@ async def test_one_tenants_calls_do_not_hold_up_anothers(monkeypatch: pytest.Mon
         batches = BatchStore(url, "test", lease_s=60.0, kept_s=60.0, most_bytes=1 << 26)
         await crowded(journal._reads, lambda tenant: journal.status(f"{tenant}/job"))
         await crowded(journal._writes, lambda tenant: journal.cancel(f"{tenant}/job"))
-        await crowded(responses._store, lambda tenant: responses.get(tenant, "response"))
+        await crowded(responses._store, lambda tenant: responses.size(tenant, "response", "input"))
         await crowded(batches._store, lambda tenant: batches.batch(tenant, "batch"))
         for one in (journal, responses, batches):
             await one.close()

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.response_store import MAX_CONNECTIONS, OWN_BYTES, ResponseStore, StoredResponse
-from tandem.errors import NotFound, TooLarge, Unavailable
+from tandem.errors import Busy, NotFound, TooLarge, Unavailable
 from tests.support.stopwatch import Stopwatch
 
 MIB = 1024 * 1024
@@ -21,6 +21,9 @@ async def store(valkey: EmbeddedValkey) -> AsyncIterator[ResponseStore]:
     one = ResponseStore(valkey.url, "test", ttl_s=60.0, most_bytes=MIB)
     yield one
     await one.close()
+
+
+async def uncounted(_: int) -> None: ...
 
 
 def id_of(number: int) -> str:
@@ -37,7 +40,7 @@ async def known(store: ResponseStore, tenant: str, numbers: range) -> list[int]:
     found = []
     for number in numbers:
         try:
-            await store.get(tenant, id_of(number))
+            await store.get(tenant, id_of(number), uncounted)
             found.append(number)
         except NotFound:
             pass
@@ -54,20 +57,46 @@ async def test_a_response_can_be_read_by_every_router(store: ResponseStore, valk
     """A response is stored as bytes of any content, and is read alone or with its earlier items."""
     await store.put("ann", id_of(1), b'["\xc3\xbc\\u0000"]', b'{"output":[]}')
     other = ResponseStore(valkey.url, "test", ttl_s=60.0, most_bytes=MIB)
-    assert await other.get("ann", id_of(1)) == StoredResponse(b'["\xc3\xbc\\u0000"]', b'{"output":[]}')
-    assert await other.response("ann", id_of(1)) == b'{"output":[]}'
+    assert await other.get("ann", id_of(1), uncounted) == StoredResponse(b'["\xc3\xbc\\u0000"]', b'{"output":[]}')
+    assert await other.response("ann", id_of(1), uncounted) == b'{"output":[]}'
     await other.close()
+
+
+async def test_a_response_counts_before_it_is_read(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the parts that are asked for. When its bytes are refused, or are not known, nothing is read."""
+    await store.put("ann", id_of(1), b"[" + b" " * 1000 + b"]", b"{}")
+    counts: list[int] = []
+
+    async def count(size: int) -> None:
+        counts.append(size)
+
+    async def refuse(size: int) -> None:
+        raise Busy(f"{size} bytes")
+
+    for read in (store.get, store.input, store.response):
+        await read("ann", id_of(1), count)
+    assert counts == [1004, 1002, 2]
+    monkeypatch.setattr(store._store.client, "hmget", None)
+    for read in (store.get, store.input, store.response):
+        with pytest.raises(Busy):
+            await read("ann", id_of(1), refuse)
+        with pytest.raises(NotFound):
+            await read("ann", id_of(2), count)
 
 
 async def test_another_tenant_does_not_know_it(store: ResponseStore) -> None:
     """Another tenant can neither read nor delete it, also one whose name has the same prefix."""
     await store.put("ann", id_of(1), b"[]", b"{}")
     for tenant in ("", "an", "anna", "bob"):
-        for call in (store.get, store.response, store.delete):
+        for call in (
+            store.get(tenant, id_of(1), uncounted),
+            store.response(tenant, id_of(1), uncounted),
+            store.delete(tenant, id_of(1)),
+        ):
             with pytest.raises(NotFound) as unknown:
-                await call(tenant, id_of(1))
+                await call
             assert unknown.value.reason == "NO_SUCH_RESPONSE"
-    assert await store.response("ann", id_of(1)) == b"{}"
+    assert await store.response("ann", id_of(1), uncounted) == b"{}"
 
 
 async def test_a_deleted_response_leaves_nothing(store: ResponseStore) -> None:
@@ -151,7 +180,7 @@ async def test_without_the_registry_nothing_seems_to_be_stored(store: ResponseSt
     for call in (
         store.check("t"),
         store.put("ann", id_of(1), b"[]", b"{}"),
-        store.response("ann", id_of(1)),
+        store.response("ann", id_of(1), uncounted),
         store.delete("ann", id_of(1)),
     ):
         with pytest.raises(Unavailable):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.state.response_store import ResponseStore, StoredResponse
+from cluster.state.response_store import Count, ResponseStore, StoredResponse
 from services.router.frontend.http_body import Bodies
 from services.router.frontend.openai import openai_protocol, stored_responses
 from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
@@ -32,9 +32,14 @@ class Store:
         self.found = StoredResponse(json.dumps(items).encode(), json.dumps({"output": output}).encode())
         self.asked: list[str] = []
 
-    async def get(self, tenant: str, response_id: str) -> StoredResponse:
+    async def get(self, tenant: str, response_id: str, count: Count) -> StoredResponse:
         self.asked.append(response_id)
+        await count(self.found.size)
         return self.found
+
+    async def input(self, tenant: str, response_id: str, count: Count) -> bytes:
+        await count(len(self.found.input))
+        return self.found.input
 
 
 def stored(store: Store, most: int = 10**6) -> StoredResponses:
@@ -42,11 +47,11 @@ def stored(store: Store, most: int = 10**6) -> StoredResponses:
     return StoredResponses(settings, store, Offload(1.0))  # type: ignore[arg-type]
 
 
-def uncounted(_: int) -> None: ...
+async def uncounted(_: int) -> None: ...
 
 
 async def page(**query: str) -> Any:
-    return json.loads(await stored(Store(ITEMS, [])).page("", ID, query))
+    return json.loads(await stored(Store(ITEMS, [])).page("", ID, query, uncounted))
 
 
 @pytest.mark.parametrize("field", ["input", "instructions"])
@@ -140,6 +145,23 @@ async def test_a_page_has_bounds(query: dict[str, str]) -> None:
         await page(after="msg_9")
     assert unknown.value.field == "after"
     assert stored_responses.MAX_PAGE == 100
+
+
+async def test_what_is_read_for_a_page_counts_and_not_only_the_page() -> None:
+    """Before it is read, for the tenant's rate and as one of its bodies: the page may be a small part of megabytes."""
+    store, counts = Store([{"id": "msg_0", "text": "x" * 10**6}] * 2, []), list[tuple[int, int]]()
+    bodies: Any = SimpleNamespace(tenant=lambda _: "ann", bodies=Bodies(10**9))
+
+    async def keep_rate(tenant: str, count: int) -> None:
+        counts.append((count, bodies.bodies.total()))
+
+    bodies.bodies.keep_rate = keep_rate
+    nothing: Any = None
+    api = ResponsesApi(nothing, nothing, stored(store), bodies, Offload(1.0))
+    request: Any = SimpleNamespace(query_params={"limit": "1"}, path_params={"id": ID})
+    assert len((await api.input_items(request)).body) < 1.1 * 10**6
+    assert counts == [(len(store.found.input), len(store.found.input))]
+    assert bodies.bodies.total() == 0
 
 
 async def test_what_a_short_body_refers_to_counts_as_a_body_of_its_tenant() -> None:

@@ -10,15 +10,16 @@ POST    /v1/responses/{id}/cancel        400: no response runs in the background
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count as numbers
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.state.response_store import StoredResponse
+from cluster.state.response_store import Count, StoredResponse
 from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
 from services.router.frontend.json_body import to_json
@@ -56,7 +57,7 @@ class ResponsePreparation:
         model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
         response_id = RESPONSE_PREFIX + secrets.token_hex(24)
-        number = count(FIRST_INPUT)
+        number = numbers(FIRST_INPUT)
         history = conversation(before) if before else []
         items = body.begin(lambda prefix: item_id(prefix, response_id, next(number)), history, known)
         requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
@@ -97,11 +98,10 @@ class ResponsesApi:
         request_id = request.headers.get("x-request-id")
         size, body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
         if prepared is None:
-            with self._bodies.bodies.of(tenant) as more:  # a short body may refer to megabytes
-                more(size)
-                known = await self._stored.referenced(tenant, referenced_ids(body.input), more)
+            with self._counting(tenant, size) as count:  # a short body may refer to megabytes
+                known = await self._stored.referenced(tenant, referenced_ids(body.input), count)
                 name = body.previous_response_id
-                before = await self._stored.previous(tenant, name, more) if name else None
+                before = await self._stored.previous(tenant, name, count) if name else None
                 size += before.size if before else 0
                 about = (body, request_id, tenant, before, known)
                 prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
@@ -140,7 +140,8 @@ class ResponsesApi:
                     bound="absent",
                 )
         tenant = self._bodies.tenant(request)
-        return self._answer(tenant, await self._stored.response(tenant, request.path_params["id"]))
+        with self._counting(tenant) as count:
+            return self._answer(tenant, await self._stored.response(tenant, request.path_params["id"], count))
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
@@ -149,13 +150,27 @@ class ResponsesApi:
 
     async def input_items(self, request: Request) -> Response:
         tenant, response_id = self._bodies.tenant(request), request.path_params["id"]
-        return self._answer(tenant, await self._stored.page(tenant, response_id, request.query_params))
+        with self._counting(tenant) as count:
+            return self._answer(tenant, await self._stored.page(tenant, response_id, request.query_params, count))
+
+    @contextmanager
+    def _counting(self, tenant: str, size: int = 0) -> Iterator[Count]:
+        """Yields a function that counts stored bytes before they are read: for the tenant's rate, and until the block
+        ends, with `size` others, as a body of the tenant. Both raise Busy."""
+        with self._bodies.bodies.of(tenant) as more:
+            more(size)
+
+            async def count(size: int) -> None:
+                more(size)
+                await self._bodies.bodies.keep_rate(tenant, size)
+
+            yield count
 
     def _answer(self, tenant: str, stored: bytes) -> Response:
         return BoundedAnswer(stored, self._bodies.bodies, tenant)
 
     async def cancel(self, request: Request) -> Response:
-        await self._stored.response(self._bodies.tenant(request), request.path_params["id"])
+        await self._stored.check(self._bodies.tenant(request), request.path_params["id"])
         raise InvalidRequest(
             "only a response with `background` true can be cancelled, and none is; close the connection instead",
             field="response_id",

@@ -1,13 +1,16 @@
-"""The stored responses of the calling tenant: another tenant's id is unknown."""
+"""The stored responses of the calling tenant: another tenant's id is unknown.
+
+`count` of a function counts the bytes that it is about to read from the registry, and may refuse them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from cluster.state.response_store import ResponseStore, StoredResponse, no_response
+from cluster.state.response_store import Count, ResponseStore, StoredResponse, no_response
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai.openai_protocol import page_limit
 from services.router.frontend.openai.responses_items import Item, response_of
@@ -28,37 +31,41 @@ class StoredResponses:
         self._most = settings.max_prompt_bytes
         self._offload = offload
 
-    async def response(self, tenant: str, response_id: str) -> bytes:
-        """The response object as JSON. Raises NotFound."""
-        return await self.store.response(tenant, _checked(response_id))
+    async def check(self, tenant: str, response_id: str) -> None:
+        """Raises NotFound."""
+        await self.store.size(tenant, _checked(response_id), "response")
+
+    async def response(self, tenant: str, response_id: str, count: Count) -> bytes:
+        """The response object as JSON. Raises NotFound, and what `count` raises."""
+        return await self.store.response(tenant, _checked(response_id), count)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
         await self.store.delete(tenant, _checked(response_id))
 
-    async def page(self, tenant: str, response_id: str, query: Mapping[str, str]) -> bytes:
-        """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest."""
+    async def page(self, tenant: str, response_id: str, query: Mapping[str, str], count: Count) -> bytes:
+        """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest, and what
+        `count` raises."""
         limit, order = page_limit(query.get("limit"), MAX_PAGE, DEFAULT_PAGE), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise out_of_bounds("order", "unknown", "asc or desc")
-        found = await self.store.get(tenant, _checked(response_id))
-        about = (found.input, limit, order == "desc", query.get("after"))
-        return await self._offload.run(tenant, len(found.input), _page, *about)
+        found = await self.store.input(tenant, _checked(response_id), count)
+        return await self._offload.run(tenant, len(found), _page, found, limit, order == "desc", query.get("after"))
 
-    async def previous(self, tenant: str, response_id: str, more: Callable[[int], None]) -> StoredResponse:
-        """The response that a request continues; `more` counts its bytes (Bodies.of). Raises NotFound with OpenAI's
-        code, TooLarge, and what `more` raises."""
+    async def previous(self, tenant: str, response_id: str, count: Count) -> StoredResponse:
+        """The response that a request continues. Raises NotFound with OpenAI's code, TooLarge, and what `count`
+        raises."""
         try:
-            return await self._bounded(tenant, response_id, "previous_response_id", more)
+            return await self._bounded(tenant, response_id, "previous_response_id", count)
         except NotFound as error:
             raise NotFound(
                 error.message, reason="PREVIOUS_RESPONSE_NOT_FOUND", field="previous_response_id", bound=error.bound
             ) from error
 
-    async def referenced(self, tenant: str, ids: list[str], more: Callable[[int], None]) -> dict[str, Item]:
-        """The items with these ids, and others; `more` counts the bytes of their responses (Bodies.of). The last
-        response of a conversation has all of its items, so the last reference is looked up first. Omits items that are
-        not stored. Raises InvalidRequest, TooLarge, and what `more` raises."""
+    async def referenced(self, tenant: str, ids: list[str], count: Count) -> dict[str, Item]:
+        """The items with these ids, and others. The last response of a conversation has all of its items, so the last
+        reference is looked up first. Omits items that are not stored. Raises InvalidRequest, TooLarge, and what `count`
+        raises."""
         found: dict[str, Item] = {}
         looked_up: set[str] = set()
         for one in reversed(ids):
@@ -71,23 +78,24 @@ class StoredResponses:
                 )
             looked_up.add(response_id)
             try:
-                stored = await self._bounded(tenant, response_id, "input", more)
+                stored = await self._bounded(tenant, response_id, "input", count)
             except NotFound:
                 continue  # the reference is refused at its position
             items = await self._offload.run(tenant, stored.size, conversation, stored, "input")
             found |= {item["id"]: item for item in items}
         return found
 
-    async def _bounded(self, tenant: str, response_id: str, field: str, more: Callable[[int], None]) -> StoredResponse:
-        found = await self.store.get(tenant, _checked(response_id))
-        more(found.size)
-        if found.size > self._most:
-            raise TooLarge(
-                f"the conversation has {found.size} bytes, over {self._most}",
-                field=field,
-                bound=f"a conversation of at most {self._most} bytes (max_prompt_bytes)",
-            )
-        return found
+    async def _bounded(self, tenant: str, response_id: str, field: str, count: Count) -> StoredResponse:
+        async def check(size: int) -> None:
+            if size > self._most:
+                raise TooLarge(
+                    f"the conversation has {size} bytes, over {self._most}",
+                    field=field,
+                    bound=f"a conversation of at most {self._most} bytes (max_prompt_bytes)",
+                )
+            await count(size)
+
+        return await self.store.get(tenant, _checked(response_id), check)
 
 
 def conversation(stored: StoredResponse, field: str = "previous_response_id") -> list[Item]:
