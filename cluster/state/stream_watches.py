@@ -149,6 +149,7 @@ class StreamWatches:
             try:
                 await self._read()
             except Unavailable as error:  # watchers retry
+                self._woken = "0"  # the server may have restarted with a clock that is behind
                 self.fail(error)
             await asyncio.sleep(COALESCE_S)
 

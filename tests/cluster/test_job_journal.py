@@ -612,6 +612,21 @@ async def test_a_new_watcher_does_not_wait_for_the_read_that_runs(kept: JobJourn
     silent.cancel()
 
 
+async def test_a_wake_is_heard_after_a_restart_with_a_clock_that_is_behind(
+    kept: JobJournal, valkey: EmbeddedValkey
+) -> None:
+    """Its id is earlier than that of the last wake before the restart."""
+    await kept.submit(asked("/before"))
+    before = asyncio.create_task(until_end(kept, "/before"))
+    await reading(kept, 1)
+    kept._watches._woken = f"{2**48}-0"  # the server's clock was far ahead
+    valkey.stop()
+    with pytest.raises(Unavailable):
+        await before
+    valkey.start()
+    await test_a_new_watcher_does_not_wait_for_the_read_that_runs(kept)
+
+
 async def test_control_without_the_wake_it_waits(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the wake entry ends the running read above."""
     await kept.submit(asked("/silent", "/job"))
