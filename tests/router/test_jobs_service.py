@@ -15,7 +15,7 @@ from cluster.state.job_journal import Entry, JobRecord
 from cluster.state.job_journal import JobState as State
 from cluster.state.redis_store import no_such
 from services.router.frontend import jobs_service
-from services.router.frontend.jobs_service import EVENTS_PER_MESSAGE, JobService
+from services.router.frontend.jobs_service import BYTES_PER_MESSAGE, EVENTS_PER_MESSAGE, JobService
 from services.router.tenancy.api_keys import ANONYMOUS
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import NotFound, Unavailable
@@ -99,6 +99,21 @@ async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> Non
     service._messages.keep = keep  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
     assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE
+
+
+async def test_the_bytes_that_a_watcher_reads_count() -> None:
+    """Of the job's request, which it reads when it begins, and of its events: both may be megabytes."""
+    delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(index=0, token_ids=[1], text="x" * 10**6))
+    journal, counts = Journal([Entry("1", delta.SerializeToString())]), list[float]()
+    journal.request = jobs_pb2.KeptJob(request=ASKED, trace={"long": "x" * 10**6}).SerializeToString()
+
+    async def keep(tenant: str, count: float) -> None:
+        counts.append(count)
+
+    service = service_of(journal)
+    service._messages.keep = keep  # type: ignore[method-assign]
+    assert len([event async for event in watched(service, from_token=0)]) == 2
+    assert sum(counts) >= 2 * 10**6 / BYTES_PER_MESSAGE
 
 
 async def test_what_the_clients_of_watchers_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ MAX_WATCHERS = 1024  # of one tenant, at one router
 # it. Tokens that arrive while a watcher waits are merged into its next message.
 WATCH_MESSAGES_PER_S = 500.0
 EVENTS_PER_MESSAGE = 32  # stored events whose reading counts as a message: also those that a watcher has already
+BYTES_PER_MESSAGE = 64 * 1024  # stored bytes whose reading counts as a message, in addition; also a job's request
 WATCH_BURST_S = 0.1  # that they may be ahead of this rate
 MAX_HELD_BYTES = 64 * 1024 * 1024  # of stored events that a tenant's watchers have read and its clients have not taken
 IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
@@ -101,12 +102,15 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         with self._watching(key):
             job_id = _scoped(key, request.job_id)
             # The request may be a megabyte, so no watcher keeps it. `history`: stored tokens that it has not read yet.
-            first, history = await self._started(job_id, request.job_id)
+            first, history, size = await self._started(job_id, request.job_id)
+            await self._messages.keep(key.name, size / BYTES_PER_MESSAGE)
             yield jobs_pb2.WatchJobResponse(event=first)
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
-                    with self._holding(key.name, sum(len(entry.event) for entry in entries)):
-                        await self._messages.keep(key.name, len(entries) / EVENTS_PER_MESSAGE)
+                    size = sum(len(entry.event) for entry in entries)
+                    with self._holding(key.name, size):
+                        count = len(entries) / EVENTS_PER_MESSAGE + size / BYTES_PER_MESSAGE
+                        await self._messages.keep(key.name, count)
                         ended = next((entry.ended for entry in entries if entry.ended is not None), None)
                         events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
                         # A reconnecting watcher may have more tokens of one completion than of another. If from_token
@@ -125,11 +129,11 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                         await self._journal.status(job_id)  # it may have been forgotten
                     del entries  # otherwise kept, and not counted, until the next ones come
 
-    async def _started(self, job_id: str, name: str) -> tuple[generation_pb2.GenerateResponse, int]:
-        """The first event of a job's answer, and the number of its stored tokens."""
+    async def _started(self, job_id: str, name: str) -> tuple[generation_pb2.GenerateResponse, int, int]:
+        """The first event of a job's answer, the number of its stored tokens, and the bytes of its request."""
         record = await self._journal.get(job_id)
         kept = jobs_pb2.KeptJob.FromString(record.request).request
-        return started(kept, name, self._model_name(kept.model)), record.tokens
+        return started(kept, name, self._model_name(kept.model)), record.tokens, len(record.request)
 
     async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
         if ended is State.CANCELLED:
