@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
@@ -92,7 +92,15 @@ class GrpcServer:
                 bound="a name or an address of this machine",
             )
         self._names = list(services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._health.Check,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        # Without Watch: grpc_health's writes while it holds the lock that a change of the status needs, so one client
+        # that takes nothing would keep this process from its drain and its end.
+        only_check = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
+        self.server.add_generic_rpc_handlers((only_check,))
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
             where = host_port(host, port)
