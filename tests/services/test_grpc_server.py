@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services import grpc_server
+from services.cluster_credentials import front_door
 from services.grpc_server import GrpcServer
 from tandem import grpc_errors
 from tandem.errors import DeadlineExceeded, Unauthenticated
 from tandem.grpc_errors import calling
+from tandem.settings import Settings
+from tests.support import certificates
 from tests.support.flood import HEADERS, PING, PREFACE, SETTINGS, frame, literal
 from tests.support.waiting import until
 
@@ -98,3 +104,47 @@ async def test_health_checks_need_no_key_and_reflection_does() -> None:
                 with pytest.raises(Unauthenticated):
                     await listed(channel, "other")
         await server.stop(0.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_connections_of_clients_are_bounded(shared: bool) -> None:
+    """A further one is closed, while all are open; the place of one that has left is another's."""
+    server = GrpcServer(for_clients=True, most_connections=2, share_port=shared)
+    host, _, port = (await server.start("127.0.0.1", 0, [])).rpartition(":")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def welcome() -> bool:
+        """Whether the server's SETTINGS come on a new connection, or its end."""
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writers.append(writer)
+        try:
+            async with asyncio.timeout(30):
+                return bool(await reader.read(1))
+        except ConnectionError:
+            return False
+
+    assert [await welcome() for _ in range(4)] == [True, True, False, False]
+    writers[0].close()
+    async with asyncio.timeout(30):
+        while not await welcome():  # noqa: ASYNC110 (it offers no event)
+            await asyncio.sleep(0.05)
+    for writer in writers:
+        writer.close()
+    await server.stop(0.0)
+
+
+async def test_a_connection_whose_handshake_does_not_come_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With TLS: keepalive, which closes silent connections, begins after it."""
+    monkeypatch.setattr(grpc_server, "HANDSHAKE_MS", 500, raising=False)
+    pems = certificates.make(tmp_path, "ours")
+    tls = {"tls_cert": pems / "ours-router.pem", "tls_key": pems / "ours-router.key"}
+    server = GrpcServer(credentials=front_door(Settings(model="any", **tls)))
+    host, _, port = (await server.start("127.0.0.1", 0, [])).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(30):
+        with suppress(ConnectionError):
+            await reader.read()
+    writer.close()
+    await server.stop(0.0)

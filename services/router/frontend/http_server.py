@@ -54,10 +54,11 @@ CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-def most_connections() -> int:
-    """Half of the files that this process may open: connections to workers, gRPC clients and the registry need some."""
+def most_connections(part: int = 2) -> int:
+    """Half of the files that this process may open; gRPC clients have a quarter, and connections to workers and the
+    registry need some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MAX_CONNECTIONS, soft // 2)
+    return min(MAX_CONNECTIONS, soft // part)
 
 
 class Connections:
@@ -265,9 +266,8 @@ class _Tls(SSLProtocol):
     max_size = MAX_HEAD_BYTES  # of the buffer that each connection has; asyncio's is four times as large
 
     def __init__(self, connections: Connections, inner: _Protocol, context: ssl.SSLContext) -> None:
-        loop = asyncio.get_running_loop()
-        bound = HEADERS_TIMEOUT_S
-        super().__init__(loop, inner, context, None, server_side=True, ssl_handshake_timeout=bound)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"waiter": None, "server_side": True, "ssl_handshake_timeout": HEADERS_TIMEOUT_S}
+        super().__init__(asyncio.get_running_loop(), inner, context, **how)
         self._all = connections
         inner.handshake = self
 
@@ -278,7 +278,7 @@ class _Tls(SSLProtocol):
         else:
             self.hang_up()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         self._all.closed(self)
         super().connection_lost(exc)
 
