@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
@@ -25,6 +25,7 @@ from tandem.tasks import once
 KEEPALIVE_MS = 800  # between pings
 PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 2.8 s
 MAX_PENDING_CALLS = 50_000  # calls that wait for a handler; beyond its default of 1000, gRPC cancels random calls
+HANDSHAKE_MS = 20_000  # for TLS on a new connection, before keepalive begins; grpc's default is two minutes
 MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message from this side between; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
@@ -57,10 +58,12 @@ class GrpcServer:
         advertise: str | None = None,
         credentials: grpc.ServerCredentials | None = None,
         for_clients: bool = False,
+        most_connections: int | None = None,
     ) -> None:
         """`share_port`: shares the port with other such servers of this user; otherwise a port in use is an error.
         `advertise`: the address for other machines, if it differs from the one it listens on. `for_clients`: bounds the
-        parts of requests (tandem/rpc/message_parts.py). `guard` refuses calls."""
+        parts of requests (tandem/rpc/message_parts.py). `guard` refuses calls. `most_connections`: further ones are
+        closed at once."""
         self._advertise = advertise
         self._credentials = credentials
         self.server = grpc.aio.server(
@@ -77,6 +80,8 @@ class GrpcServer:
                 ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
                 ("grpc.so_reuseport", int(share_port)),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                *([("grpc.max_allowed_incoming_connections", most_connections)] if most_connections else []),
             ),
         )
         self._health = health.aio.HealthServicer()
@@ -92,7 +97,15 @@ class GrpcServer:
                 bound="a name or an address of this machine",
             )
         self._names = list(services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._health.Check,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        # Without Watch: grpc_health's writes while it holds the lock that a change of the status needs, so one client
+        # that takes nothing would keep this process from its drain and its end.
+        only_check = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
+        self.server.add_generic_rpc_handlers((only_check,))
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
             where = host_port(host, port)

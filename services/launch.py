@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ _MODULES = {
 
 MIDDLE_GC_THRESHOLD = 2  # collections of the youngest objects before one of the middle generation
 FULL_GC_THRESHOLD = 5000  # collections of the middle generation before a full one
+MOST_FILES = 65_536  # that a router may open, if its hard limit permits
 # Looks up the names of hosts, instead of the threads of asyncio.to_thread, which digest KV and hash prompts: while no
 # name server answers, each attempt to reach the registry leaves a thread in its lookup for 10 to 20 s, and a router
 # makes some 40 attempts in that time.
@@ -88,6 +90,8 @@ async def start(
     stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))
+    if role == "router":
+        allow_files()
     with importing():
         module = importlib.import_module(_MODULES[role])
     stages("libraries imported")
@@ -99,6 +103,12 @@ async def start(
         gc.unfreeze()  # frees the objects of the previous incarnation
     short_collections()
     return service
+
+
+def allow_files() -> None:
+    """A shell or systemd begins a process with a soft limit of 1,024 open files, and lets it raise that by itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 def look_up_apart() -> None:

@@ -35,7 +35,9 @@ Read = Callable[[bytes], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
 # Takes a call's method and metadata; raises Unauthenticated and PermissionDenied.
 Guard = Callable[[str, Metadata], None]
-OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes have no credentials, and reflection reveals no secret
+OPEN_METHOD = "/grpc.health.v1.Health/Check"  # needs no key: probes have no credentials
+OPEN_CALLS = 32  # calls of it whose message has not come completely
+OPEN_TIMEOUT_S = 5.0  # for that message
 MESSAGE_BYTES, NAME_BYTES = 1000, 300  # so that errors with all details fit into gRPC's trailers
 # grpcio's message, with the status INTERNAL, for a write into a call that has just ended; it replaces the call's own.
 WRITE_FAILED = "Internal error from Core"
@@ -191,9 +193,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, bounded: bool = False, guard: Guard | None = None) -> None:
         """`bounded`: requests come from clients and may have at most MOST_PARTS parts. `guard` checks every call except
-        those of OPEN_SERVICES."""
+        those of OPEN_METHOD."""
         self._bounded = bounded
         self._guard = guard
+        self._open_calls: dict[asyncio.Timeout, None] = {}  # that wait for their message, longest first
 
     async def intercept_service(
         self,
@@ -202,13 +205,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or (handler.request_streaming and method.startswith(OPEN_SERVICES)):
+        if handler is None:
             return handler
         try:
             self._check_caller(handler_call_details)
         except Exception as error:
             return grpc.stream_stream_rpc_method_handler(_refusal(error, method))
         read = self._reader(handler.request_deserializer or bytes, method)
+        if method == OPEN_METHOD:
+            return grpc.stream_unary_rpc_method_handler(
+                self._answer_open(handler.unary_unary, read), None, handler.response_serializer
+            )
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 _guard_both(handler.stream_stream, read, method), None, handler.response_serializer
@@ -223,13 +230,37 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _check_caller(self, details: grpc.HandlerCallDetails) -> None:
         """Raises what the guard raises."""
-        if self._guard is None or details.method.startswith(OPEN_SERVICES):
+        if self._guard is None or details.method == OPEN_METHOD:
             return
         try:
             self._guard(details.method, dict(details.invocation_metadata or ()))
         except TandemError as error:
             log.info("grpc.refused", method=details.method, reason=error.reason)
             raise
+
+    def _answer_open(self, inner: Callable[..., Any], read: Read) -> Callable[..., Any]:
+        """Receives the message itself: grpcio would wait for it without a limit, and hold what has come."""
+
+        async def call(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            async with _answered(context, OPEN_METHOD):
+                return await inner(await read(await self._receive_open(messages)), context)
+
+        return call
+
+    async def _receive_open(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The only message. At the limit of calls that wait for theirs, the longest waiting one ends. Raises
+        TimeoutError."""
+        async with asyncio.timeout(OPEN_TIMEOUT_S) as limit:
+            if len(self._open_calls) >= OPEN_CALLS:
+                longest = next(iter(self._open_calls))
+                del self._open_calls[longest]
+                if not longest.expired():
+                    longest.reschedule(0.0)
+            self._open_calls[limit] = None
+            try:
+                return await anext(aiter(messages), b"")
+            finally:
+                self._open_calls.pop(limit, None)
 
     def _reader(self, parse: Callable[[bytes], Any], method: str) -> Read:
         async def read(data: bytes) -> Any:

@@ -34,7 +34,7 @@ from services.router.frontend.history import History
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse
-from services.router.frontend.http_server import Server
+from services.router.frontend.http_server import Server, most_connections
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai.adapters_api import AdaptersApi
@@ -146,6 +146,7 @@ class Router:
             advertise=settings.advertise_host,
             credentials=front_door(settings),
             for_clients=True,
+            most_connections=most_connections(4),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(models), self.grpc.server)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)

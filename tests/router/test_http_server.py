@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -15,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from services.router.frontend import http_server
 from services.router.frontend.http_server import Server
 from tandem.settings import Settings
+from tests.support import certificates
 from tests.support.waiting import until
 
 SOON_S = 30.0
@@ -39,7 +42,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-Connect = Callable[[], Any]
+Connect = Callable[..., Any]
 
 
 @pytest.fixture
@@ -48,15 +51,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     @asynccontextmanager
     async def start(**bounds: Any) -> AsyncIterator[tuple[Server, Connect]]:
+        tls = {name: bounds.pop(name) for name in ("tls_cert", "tls_key") if name in bounds}
         for name, value in bounds.items():
             monkeypatch.setattr(http_server, name, value)
-        server = Server(hello, Settings(model="any"))
+        server = Server(hello, Settings(model="any", **tls))
         await server.start(0)
         port = int(server.address.rsplit(":", 1)[1])
         writers: list[asyncio.StreamWriter] = []
 
-        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        async def connect(**more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16, **more)
             writers.append(writer)
             return reader, writer
 
@@ -271,6 +275,30 @@ async def test_where_all_are_busy_a_new_connection_is_told_so(served: Any) -> No
         reader, _ = await connect()
         async with asyncio.timeout(SOON_S):
             assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_connections_whose_handshake_does_not_come_are_bounded_in_number_and_time(
+    served: Any, tmp_path: Path
+) -> None:
+    """As those whose head does not come: they are replaced, also by one that is answered, or closed in time. One that
+    is busy is not replaced, and new ones are closed while all are busy."""
+    pems = certificates.make(tmp_path, "ours")
+    ours: dict[str, Any] = {"ssl": ssl.create_default_context(cafile=pems / "ours.pem"), "server_hostname": "127.0.0.1"}
+    tls = {"tls_cert": pems / "ours-router.pem", "tls_key": pems / "ours-router.key"}
+    async with served(MAX_CONNECTIONS=3, HEADERS_TIMEOUT_S=1.0, **tls) as (server, connect):
+        silent = [(await connect())[0] for _ in range(10)]
+        await answered(*await connect(**ours))
+        assert len(server.connections) <= 3
+        async with asyncio.timeout(SOON_S):
+            for reader in silent:
+                assert not await all_of(reader)
+    async with served(MAX_CONNECTIONS=2, HEADERS_TIMEOUT_S=2 * SOON_S, **tls) as (server, connect):
+        for _ in range(2):
+            _, writer = await connect(**ours)
+            writer.write(WAIT)
+        await until(lambda: len(server._server.server_state.tasks) == 2)
+        assert not await all_of((await connect())[0])
+        assert len(server.connections) == 2
 
 
 @pytest.fixture

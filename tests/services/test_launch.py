@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ import pytest
 from cluster.state import redis_store
 from cluster.state.redis_store import RedisStore
 from services import launch
-from tandem.errors import SettingsError, Unavailable
+from tandem.errors import InternalError, SettingsError, Unavailable
 from tandem.settings import Settings
 
 
@@ -40,3 +42,23 @@ async def test_names_that_no_server_resolves_hold_up_no_work(monkeypatch: pytest
     finally:
         over.set()
         await store.close()
+
+
+async def test_a_router_raises_its_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it may, before it divides them among its connections; a higher one stays. The control is a worker,
+    which keeps its own."""
+
+    def ends(name: str) -> None:
+        raise InternalError(name)
+
+    monkeypatch.setattr(importlib, "import_module", ends)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for role, most, expected in (("decode", 300, 256), ("router", 300, 300), ("router", 200, 256)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+            monkeypatch.setattr(launch, "MOST_FILES", most, raising=False)
+            with pytest.raises(InternalError):
+                await launch.start(role, Settings(model="m"), f"{role}-0")
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

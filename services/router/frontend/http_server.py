@@ -1,24 +1,25 @@
 """The HTTP server: its connections and their time limits.
 
     a connection                                 for at most
+    makes the handshake of TLS                   HEADERS_TIMEOUT_S
     waits for the first head, or for its rest    HEADERS_TIMEOUT_S
     waits for the next request                   KEEP_ALIVE_S
     sends a body that is discarded               DISCARD_TIMEOUT_S
     does not accept what is written to it        WRITE_TIMEOUT_S
 
 The endpoint bounds the time for reading a body (http_body.py) and for an answer. At the limit of connections a new one
-replaces one that waits for a head, or for the rest of a discarded body: the longest waiting one that never had a
-request, or else the longest waiting one.
+replaces one that waits for a handshake, for a head, or for the rest of a discarded body: the longest waiting one that
+never had a request, or else the longest waiting one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import resource
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -53,10 +54,11 @@ CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-def most_connections() -> int:
-    """Half of the files that this process may open: connections to workers, gRPC clients and the registry need some."""
+def most_connections(part: int = 2) -> int:
+    """Half of the files that this process may open; gRPC clients have a quarter, and connections to workers and the
+    registry need some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MAX_CONNECTIONS, soft // 2)
+    return min(MAX_CONNECTIONS, soft // part)
 
 
 class Connections:
@@ -64,14 +66,14 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._open: set[_Protocol] = set()
-        self._unproven: dict[_Protocol, None] = {}  # never had a request
-        self._idle: dict[_Protocol, None] = {}
+        self._open: set[_Protocol | _Tls] = set()
+        self._unproven: dict[_Protocol | _Tls, None] = {}  # never had a request
+        self._idle: dict[_Protocol | _Tls, None] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def opened(self, connection: _Protocol) -> bool:
+    def opened(self, connection: _Protocol | _Tls) -> bool:
         """Whether there is room for the connection; may close another one."""
         if len(self._open) >= self.most:
             victim = next(iter(self._unproven), None) or next(iter(self._idle), None)
@@ -83,7 +85,7 @@ class Connections:
         self._unproven[connection] = None
         return True
 
-    def busy(self, connection: _Protocol) -> None:
+    def busy(self, connection: _Protocol | _Tls) -> None:
         self._unproven.pop(connection, None)
         self._idle.pop(connection, None)
 
@@ -91,7 +93,7 @@ class Connections:
         if connection in self._open:
             self._idle[connection] = None
 
-    def closed(self, connection: _Protocol) -> None:
+    def closed(self, connection: _Protocol | _Tls) -> None:
         """Safe to call twice."""
         self._open.discard(connection)
         self.busy(connection)
@@ -107,6 +109,7 @@ class _Protocol(HttpToolsProtocol):
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = connections
+        self.handshake: _Tls | None = None
         self._head_bytes = self._fields = 0  # of this request, trailers included, and of those that wait
         self._answering: RequestResponseCycle | None = None
         self._chunk_bytes = 0  # of the body's chunk that has begun
@@ -117,6 +120,8 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.handshake is not None:
+            self._all.closed(self.handshake)
         if not self._all.opened(self):
             transport.write(FULL_RESPONSE)
             self.hang_up()
@@ -255,6 +260,32 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, otherwise)
 
 
+class _Tls(SSLProtocol):
+    """Counts in the place of its _Protocol, which asyncio tells of the connection only when the handshake is over."""
+
+    max_size = MAX_HEAD_BYTES  # of the buffer that each connection has; asyncio's is four times as large
+
+    def __init__(self, connections: Connections, inner: _Protocol, context: ssl.SSLContext) -> None:
+        how: dict[str, Any] = {"waiter": None, "server_side": True, "ssl_handshake_timeout": HEADERS_TIMEOUT_S}
+        super().__init__(asyncio.get_running_loop(), inner, context, **how)
+        self._all = connections
+        inner.handshake = self
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._encrypted = transport
+        if self._all.opened(self):
+            super().connection_made(transport)
+        else:
+            self.hang_up()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._all.closed(self)
+        super().connection_lost(exc)
+
+    def hang_up(self) -> None:
+        self._encrypted.abort()
+
+
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -270,11 +301,12 @@ class Server:
         self.address = ""
         self._serving: asyncio.Task[None] | None = None
         self.connections = Connections(most_connections())
+        self._tls: ssl.SSLContext | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=functools.partial(_Protocol, self.connections),  # type: ignore[arg-type]
+                http=self._connection,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -297,9 +329,16 @@ class Server:
         self.address = host_port(self._settings.host, listening.getsockname()[1])
         log.info("http.ready", address=self.address)
 
+    def _connection(self, **about: Any) -> _Protocol | _Tls:
+        connection = _Protocol(self.connections, **about)
+        return _Tls(self.connections, connection, self._tls) if self._tls else connection
+
     async def _serve(self, listening: socket.socket) -> None:
         # Loads the code for answers of several pieces, which blocked the event loop for 20 ms at the first such answer.
         await anyio.lowlevel.checkpoint()
+        config = self._server.config
+        config.load()
+        self._tls, config.ssl = config.ssl, None  # asyncio's handshake counts nowhere
         await self._server.serve([listening])
         if not self._server.should_exit:
             raise InternalError("the HTTP server ended by itself")
