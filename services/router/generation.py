@@ -68,7 +68,7 @@ class Generation:
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
         span = self._tracing.request(message, self._model, headers)
         timeline = RequestTimeline(arrived, span)
-        with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span) as account, span:
+        with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span, is_job=is_job) as account, span:
             tenant = tenant or self._rate_limits.who(authorization)
             account.tenant = tenant.name
             request = await self._build(message, tenant, default_max_tokens, fixed=is_job)

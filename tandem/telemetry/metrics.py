@@ -23,16 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.errors import (
-    Cancelled,
-    DataLoss,
-    DeadlineExceeded,
-    InternalError,
-    ResumeFailed,
-    TandemError,
-    Unavailable,
-)
+from tandem.errors import TandemError
 from tandem.settings import Settings
+from tandem.telemetry import outcomes
 from tandem.telemetry.exposition import Exposed, Exposition
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -47,8 +40,6 @@ TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 
 LENGTH_BUCKETS = tuple(float(2**power) for power in range(0, 19, 1) if power not in (1, 3))  # in tokens
 MAX_TENANTS = 100  # that have their own samples
 OTHER_TENANTS = "(others)"  # not a tenant's name: names have no brackets
-# Errors that the cluster caused, not the request.
-FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
 class Reach(NamedTuple):
@@ -184,21 +175,17 @@ class RouterMetrics(Metrics):
         )
 
     @contextmanager
-    def request(self) -> Iterator[Request]:
-        """Counts one request, from its arrival to its end, however it ends."""
+    def request(self, *, is_job: bool = False) -> Iterator[Request]:
+        """Counts one request, from its arrival to its end, however it ends. A job's attempt that waits has not
+        ended."""
         began = monotonic()
         self._inflight.inc()
         outcome, reason = "ok", ""
         request = Request()
         try:
             yield request
-        except Cancelled as error:
-            outcome, reason = "cancelled", error.reason
-            raise
         except TandemError as error:
-            # An error that names valid values asks for another request.
-            of_cluster = isinstance(error, FAILURES) and error.bound is None
-            outcome, reason = "failed" if of_cluster else "refused", error.reason
+            outcome, reason = outcomes.of_request(error, is_job=is_job), error.reason
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "ok" if request.complete else "cancelled"
@@ -209,7 +196,8 @@ class RouterMetrics(Metrics):
         finally:
             self._inflight.dec()
             request.outcome, request.reason = outcome, reason
-            self._requests.labels(outcome, reason).inc()
+            if outcome != outcomes.WAITS:
+                self._requests.labels(outcome, reason).inc()
             if outcome == "ok":
                 self._duration.observe(monotonic() - began)
 

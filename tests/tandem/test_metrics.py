@@ -68,6 +68,28 @@ def test_each_request_is_counted_once_by_how_it_ended(error: BaseException, coun
     assert not isinstance(error, TandemError) or found["tandem_request_duration_seconds_count",] == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "is_job", "counted"),
+    [
+        (Busy("x", reason="OVERLOADED"), True, {}),
+        (Busy("x", reason="OVERLOADED"), False, {("refused", "OVERLOADED"): 1}),
+        (InvalidRequest("x"), True, {("refused", "INVALID_REQUEST"): 1}),
+        (NoWorker("x"), True, {("failed", "NO_WORKER"): 1}),
+    ],
+)
+def test_a_job_that_finds_no_room_was_not_refused(
+    error: TandemError, is_job: bool, counted: dict[tuple[str, str], int]
+) -> None:
+    """It asks again until there is room. Only clients that are turned away are a reason to wake somebody, and jobs
+    that wait do not hide those among many more requests. Controls: a client, and attempts that end otherwise."""
+    metrics = of_router()
+    with pytest.raises(type(error)), metrics.request(is_job=is_job):
+        raise error
+    found = values(metrics)
+    assert {key[1:]: value for key, value in found.items() if key[0] == "tandem_requests_total"} == counted
+    assert found["tandem_inflight_requests",] == 0
+
+
 def test_who_leaves_behind_the_last_message_has_not_cancelled() -> None:
     """A client need not wait for the end of a stream that said that it was the end."""
     metrics = of_router()

@@ -20,6 +20,7 @@ import structlog
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.preprocess.request import Request
 from tandem.telemetry.metrics import TTFT_BUCKETS, RouterMetrics
+from tandem.telemetry.outcomes import WAITS
 from tandem.telemetry.tracing import Span
 
 log = structlog.get_logger(__name__)
@@ -85,18 +86,21 @@ class RequestAccounts:
         self._model = model
 
     @contextmanager
-    def open(self, request_id: str, timeline: RequestTimeline, span: Span) -> Iterator[RequestAccount]:
-        """`request_id`: the client's, used until the request was checked."""
+    def open(
+        self, request_id: str, timeline: RequestTimeline, span: Span, *, is_job: bool = False
+    ) -> Iterator[RequestAccount]:
+        """`request_id`: the client's, used until the request was checked. A job's attempt that found no room leaves no
+        account: JobRunner logs it, and makes it again."""
         account = RequestAccount(request_id, timeline)
         counted = None
         try:
-            with self._metrics.request() as counted:
+            with self._metrics.request(is_job=is_job) as counted:
                 try:
                     yield account
                 finally:
                     counted.complete = account.complete
         finally:
-            if counted is not None:
+            if counted is not None and counted.outcome != WAITS:
                 self._close(account, counted.outcome, counted.reason, monotonic() - timeline.arrived, span.trace_id)
 
     def _close(self, account: RequestAccount, outcome: str, reason: str, seconds: float, trace_id: str) -> None:
