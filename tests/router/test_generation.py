@@ -12,7 +12,7 @@ import pytest
 from services.router.execution.request_account import EndedRequests, RequestAccounts
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.generation import Generation
-from services.router.preprocess.request import Request, ResumeState, build_request
+from services.router.preprocess.request import Counted, Request, ResumeState, build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.tenancy.api_keys import ApiKey
@@ -69,3 +69,11 @@ async def test_a_waiting_jobs_attempts_are_no_refused_requests() -> None:
     for _ in range(2):
         await router.attempt(ResumeState())
     assert not [key for key in values(router.metrics) if key[0] == "tandem_requests_total"]
+
+
+async def test_the_first_attempt_of_a_job_that_comes_to_the_scheduler_brings_its_prompt() -> None:
+    """The others bring nothing new. The control is another job."""
+    router, counted = Router(*[Busy("x")] * 3), Counted()
+    for resume in (ResumeState(counted=counted), ResumeState(counted=counted), ResumeState()):
+        await router.attempt(resume)
+    assert [request.again for request in router.executor.requests] == [False, True, False]
