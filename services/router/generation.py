@@ -77,6 +77,7 @@ class Generation:
             self._poison.check(request)
             account.goes_on = bool(resume.deltas)
             request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
+            request.is_job = is_job
             request.again, resume.counted.arrived = resume.counted.arrived, True
             left = request.choices - len(resume.ended)
             # The tokens of a job are charged by services/router/frontend/jobs_service.py.

@@ -77,3 +77,4 @@ async def test_the_first_attempt_of_a_job_that_comes_to_the_scheduler_brings_its
     for resume in (ResumeState(counted=counted), ResumeState(counted=counted), ResumeState()):
         await router.attempt(resume)
     assert [request.again for request in router.executor.requests] == [False, True, False]
+    assert all(request.is_job for request in router.executor.requests)

@@ -26,3 +26,13 @@ def test_a_job_that_waits_fills_no_account(is_job: bool) -> None:
         raise Busy("x", reason="OVERLOADED")
     found = values(metrics).get(("tandem_tenant_requests_total", "refused", "acme"), 0)
     assert (len(ended.failures), ended.outcomes.total(), found) == ((0, 0, 0) if is_job else (1, 1, 1))
+
+
+@pytest.mark.parametrize("is_job", [True, False], ids=["job", "control"])
+def test_the_dashboards_times_are_those_of_clients(is_job: bool) -> None:
+    """A batch's lines wait as long as they must. The control is a client's answer."""
+    metrics, ended = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0), EndedRequests()
+    timeline = RequestTimeline(monotonic())
+    with RequestAccounts(metrics, ended, "toy").open("x", timeline, NO_SPAN, is_job=is_job):
+        timeline.sent(1)
+    assert (sum(ended.ttft), ended.outcomes["ok"]) == (not is_job, 1)

@@ -46,15 +46,16 @@ class EndedRequests:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.tokens = 0  # that clients received
-        self.ttft = [0] * (len(TTFT_BUCKETS) + 1)  # answers by the first edge not below; the last one: above all
+        self.ttft = [0] * (len(TTFT_BUCKETS) + 1)  # answers, not of jobs, by the first edge not below; last: above all
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
 
 
 class RequestAccount:
     """One request in progress."""
 
-    def __init__(self, request_id: str, timeline: RequestTimeline) -> None:
+    def __init__(self, request_id: str, timeline: RequestTimeline, *, is_job: bool) -> None:
         self.request_id = request_id
+        self.is_job = is_job
         self.tenant = ""
         self.adapter = ""
         self.prompt_tokens = 0
@@ -91,7 +92,7 @@ class RequestAccounts:
     ) -> Iterator[RequestAccount]:
         """`request_id`: the client's, used until the request was checked. A job's attempt that found no room leaves no
         account: JobRunner logs it, and makes it again."""
-        account = RequestAccount(request_id, timeline)
+        account = RequestAccount(request_id, timeline, is_job=is_job)
         counted = None
         try:
             with self._metrics.request(is_job=is_job) as counted:
@@ -108,7 +109,7 @@ class RequestAccounts:
         self._metrics.ended(account.tenant, outcome, account.new_prompt_tokens, tokens)
         ended.outcomes[outcome] += 1
         ended.tokens += tokens
-        if ttft is not None:
+        if ttft is not None and not account.is_job:
             ended.ttft[bisect_left(TTFT_BUCKETS, ttft)] += 1
         if outcome in ("failed", "refused"):
             ended.failures.append(

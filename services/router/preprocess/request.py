@@ -50,6 +50,7 @@ class Request:
     unsuited: set[tuple[str, str]] = field(default_factory=set)  # incarnations that refused it and serve others
     priority: int = 0  # the smaller, the more urgent
     ttft_s: float | None = None  # a first token later than this is useless to the client
+    is_job: bool = False  # no client waits for its first token
     again: bool = False  # an earlier attempt of its job has brought the prompt to the scheduler
     notes: list[str] = field(default_factory=list)
     reading: Reading | None = None  # of the answer's parts; None: it is only text
