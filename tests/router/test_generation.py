@@ -16,7 +16,7 @@ from services.router.preprocess.request import Counted, Request, ResumeState, bu
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.tenancy.api_keys import ApiKey
-from tandem.errors import Busy, TandemError
+from tandem.errors import Busy, TandemError, Unavailable
 from tandem.settings import Settings
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.tracing import NO_SPAN
@@ -38,10 +38,12 @@ class Executor:
     def __init__(self, *errors: TandemError) -> None:
         self._errors = list(errors)
         self.requests: list[Request] = []
+        self.attempts = 0  # that a decode worker got
 
     @asynccontextmanager
     async def completing(self, request: Request, timeline: RequestTimeline, *about: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
+        timeline.attempts = self.attempts
         raise self._errors.pop(0)
         yield
 
@@ -78,3 +80,14 @@ async def test_the_first_attempt_of_a_job_that_comes_to_the_scheduler_brings_its
         await router.attempt(resume)
     assert [request.again for request in router.executor.requests] == [False, True, False]
     assert all(request.is_job for request in router.executor.requests)
+
+
+async def test_a_jobs_prompt_is_its_tenants_once() -> None:
+    """However many of its attempts fail after workers began with it; those that found no worker's room do not count.
+    The control is another job."""
+    router, counted = Router(Busy("x"), Unavailable("x"), Unavailable("x"), Unavailable("x")), Counted()
+    for number, resume in enumerate([*[ResumeState(counted=counted) for _ in range(3)], ResumeState()]):
+        router.executor.attempts = min(number, 1)
+        await router.attempt(resume)
+        found = values(router.metrics).get(("tandem_tenant_tokens_total", "prompt", "acme"), 0)
+        assert found == (0, 3, 3, 6)[number]

@@ -8,6 +8,7 @@ import pytest
 
 from services.router.execution.request_account import EndedRequests, RequestAccounts
 from services.router.execution.request_timeline import RequestTimeline
+from services.router.preprocess.request import Counted
 from tandem.errors import Busy
 from tandem.settings import Settings
 from tandem.telemetry.metrics import RouterMetrics
@@ -21,7 +22,10 @@ def test_a_job_that_waits_fills_no_account(is_job: bool) -> None:
     their tenant the one that sends most. The control is a client's request."""
     metrics, ended = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0), EndedRequests()
     accounts = RequestAccounts(metrics, ended, "toy")
-    with pytest.raises(Busy), accounts.open("x", RequestTimeline(monotonic()), NO_SPAN, is_job=is_job) as account:
+    with (
+        pytest.raises(Busy),
+        accounts.open("x", RequestTimeline(monotonic()), NO_SPAN, Counted() if is_job else None) as account,
+    ):
         account.tenant = "acme"
         raise Busy("x", reason="OVERLOADED")
     found = values(metrics).get(("tandem_tenant_requests_total", "refused", "acme"), 0)
@@ -33,6 +37,6 @@ def test_the_dashboards_times_are_those_of_clients(is_job: bool) -> None:
     """A batch's lines wait as long as they must. The control is a client's answer."""
     metrics, ended = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0), EndedRequests()
     timeline = RequestTimeline(monotonic())
-    with RequestAccounts(metrics, ended, "toy").open("x", timeline, NO_SPAN, is_job=is_job):
+    with RequestAccounts(metrics, ended, "toy").open("x", timeline, NO_SPAN, Counted() if is_job else None):
         timeline.sent(1)
     assert (sum(ended.ttft), ended.outcomes["ok"]) == (not is_job, 1)

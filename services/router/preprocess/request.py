@@ -100,6 +100,7 @@ class Counted:
     """What a job's attempts at this router have counted of its prompt, which counts once."""
 
     arrived: bool = False  # by the scheduler, among what arrived
+    tokens: bool = False  # among its tenant's tokens
 
 
 class ResumeState:
