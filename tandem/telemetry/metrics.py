@@ -119,7 +119,7 @@ class Tokens(Collector):
 
 
 class RouterMetrics(Metrics):
-    """Metrics of a router. `waiting` returns how many requests wait for a place."""
+    """Metrics of a router. `waiting` returns how many answers wait for a place."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class RouterMetrics(Metrics):
             registry=registry,
         )
         self._inflight = Gauge("tandem_inflight_requests", "Requests in progress.", registry=registry)
-        Gauge("tandem_queue_depth", "Requests that wait for a place.", registry=registry).set_function(waiting)
+        Gauge("tandem_queue_depth", "Answers that wait for a place.", registry=registry).set_function(waiting)
         self._duration = _seconds(
             registry, "tandem_request_duration_seconds", "From arrival to the last token.", LONG_BUCKETS
         )
@@ -158,7 +158,7 @@ class RouterMetrics(Metrics):
         self._prompt = Counter(
             "tandem_prompt_tokens_total", "Prompt tokens: computed or found cached.", ["source"], registry=registry
         )
-        self.retried = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry).inc
+        self.retried = Counter("tandem_retries_total", "Answers placed again after a failure.", registry=registry).inc
         self._late = _seconds(
             registry, "tandem_kv_transfer_exposed_seconds", "Delay of the second token by KV transfer.", TTFT_BUCKETS
         )

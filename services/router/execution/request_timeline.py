@@ -5,7 +5,8 @@
 
 Each answer but the first to a prompt also waits for the first one's KV: `first_answer`, between queue and dispatch.
 Each process measures durations on its own clock; a hop is the caller's duration minus the duration that the callee
-reports. So the phases add up to the router's time to first token without comparing clocks. """
+reports. So the phases add up to the router's time to first token without comparing clocks.
+"""
 
 from __future__ import annotations
 
