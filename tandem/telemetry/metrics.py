@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.errors import TandemError
+from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import Settings
 from tandem.telemetry import outcomes
 from tandem.telemetry.exposition import Exposed, Exposition
@@ -324,6 +324,8 @@ class WorkerMetrics(Metrics):
             raise
         except TandemError as error:
             reason = error.reason
+            if isinstance(error, InvalidRequest):  # its own fields ended it: such as a grammar that no token fits
+                result = "cancelled"
             raise
         finally:
             if transfer.opened:

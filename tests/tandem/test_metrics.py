@@ -252,6 +252,7 @@ ENDED = [
     (None, False, ("", "cancelled")),
     (asyncio.CancelledError(), False, ("", "cancelled")),
     (DataLoss("x"), False, ("DIGEST_MISMATCH", "failed")),
+    (InvalidRequest("x", reason="NO_TOKEN_ALLOWED"), False, ("NO_TOKEN_ALLOWED", "cancelled")),
     (ValueError("x"), False, ("INTERNAL", "failed")),
 ]
 
