@@ -138,6 +138,9 @@ class RouterMetrics(Metrics):
             ["outcome", "reason"],
             registry=registry,
         )
+        for outcome, reasons in outcomes.EXPECTED.items():
+            for reason in reasons:
+                self._requests.labels(outcome, reason)
         self._inflight = Gauge("tandem_inflight_requests", "Requests in progress.", registry=registry)
         Gauge("tandem_queue_depth", "Answers that wait for a place.", registry=registry).set_function(waiting)
         self._duration = _seconds(
@@ -294,6 +297,8 @@ class WorkerMetrics(Metrics):
             ["result", "reason"],
             registry=registry,
         )
+        for reason in outcomes.EXPECTED_OF_TRANSFERS:
+            self._transfers.labels("failed", reason)
 
     def step(self, prompt_tokens: int, streams: int, seconds: float) -> None:
         """Counts a step of the engine over `prompt_tokens` tokens of prompts and `streams` streams."""

@@ -1,4 +1,4 @@
-"""How requests end, as the metrics count them."""
+"""How requests and KV transfers end, as the metrics count them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from tandem.errors import (
 
 # Errors that the cluster caused, not the request.
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
+# Reasons whose series exist from the start: Prometheus sees no growth in a series that appears with its first events.
+EXPECTED = {
+    "failed": (
+        *("NO_WORKER", "DECODE_LOST", "PREFILL_LOST", "STEP_FAILED", "TRANSFER_FAILED", "DIGEST_MISMATCH"),
+        *("RESUME_FAILED", "DEADLINE_EXCEEDED", "INTERNAL"),
+    ),
+    "refused": ("OVERLOADED", "QUEUE_TIMEOUT", "BUSY"),
+}
+EXPECTED_OF_TRANSFERS = ("TRANSFER_FAILED", "PREFILL_LOST", "PREFILL_REFUSED", "PREFILL_STEP_FAILED", "DIGEST_MISMATCH")
 WAITS = "waits"  # a job's attempt that found no room and will be made again: the job has not ended
 
 
