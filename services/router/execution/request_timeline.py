@@ -19,14 +19,8 @@ from services.router.routing.placement import Begun, Estimate, Placement
 from tandem.telemetry.tracing import NO_SPAN, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
-ROUTER_PHASES = (
-    "tokenize",
-    "queue",
-    "first_answer",
-    "retries",
-    "dispatch",
-    "deliver",
-)  # the other phases are the workers' spans
+# The other phases are the workers' spans.
+ROUTER_PHASES = ("tokenize", "queue", "first_answer", "retries", "dispatch", "deliver")
 MAX_RECEIPTS = 1000  # receipts, for `tandem explain`, `tandem slow` and the dashboard
 
 

@@ -122,9 +122,7 @@ class RequestScheduler:
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
         finally:
-            self._forget(waiting)
-            if waiting.placement:
-                self._leave(waiting, waiting.placement)
+            self._leave(waiting)
             self._dispatch_soon()
 
     async def keep_up(self) -> None:
@@ -369,9 +367,11 @@ class RequestScheduler:
         if learns and waiting.new_tokens(placement) >= WORTHWHILE:  # fewer hardly move the rate
             self._useful_wait.computes(monotonic())
 
-    def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:
-        self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
-        del self._placed[id(placement)]
+    def _leave(self, waiting: WaitingRequest) -> None:
+        self._forget(waiting)
+        if placement := waiting.placement:
+            self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
+            del self._placed[id(placement)]
         if waiting.refused:
             self._constrained.give_back(waiting.tenant, waiting.tokens)
             self.arrived -= waiting.computed
