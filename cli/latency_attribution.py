@@ -2,7 +2,7 @@
 
     queueing     waiting in the router and at the prefill worker, and decode workers that had no room after all
     failures     failed attempts before the first token; after it, tokens slower than usual, where the worker changed
-    prefill      computing its prompt
+    prefill      computing its prompt, or waiting for the first of several answers, which has it computed
     transfer     moving KV, as far as computing did not hide it
     decoding     tokens slower than usual for its model, because the worker had other work
     memory       the same, where its blocks were preempted
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from tandem.results import Receipt
 
 QUEUE_PHASES = ("queue", "prefill_queue")
-NON_PROCESS_PHASES = ("retries", "prefill_compute", *QUEUE_PHASES)
+PROMPT_PHASES = ("prefill_compute", "first_answer")
+NON_PROCESS_PHASES = ("retries", *PROMPT_PHASES, *QUEUE_PHASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
     parts = {
         "queueing": sum(phases.get(name, 0.0) for name in QUEUE_PHASES) + retries - failed,
         "failures": failed,
-        "prefill": phases.get("prefill_compute", 0.0),
+        "prefill": sum(phases.get(name, 0.0) for name in PROMPT_PHASES),
         "transfer": transfer,
         slower: max(0.0, late - transfer),  # if it is "failures", `failed` is 0
         "processes": receipt.ttft - sum(phases.get(name, 0.0) for name in NON_PROCESS_PHASES),
@@ -84,6 +85,8 @@ def _advice(cause: str, receipt: Receipt, usual_tpot: float) -> str:
         return f"{where} computed other prompts first: scale prefill"
     if cause == "failures":
         return f"attempts failed: {receipt.notes[0] if receipt.notes else 'no note says why'}"
+    if cause == "prefill" and phases.get("first_answer", 0.0) > phases.get("prefill_compute", 0.0):
+        return "it waited for the first answer of its request, whose receipt says why that took long"
     if cause == "prefill":
         computed = receipt.prompt_tokens - receipt.cached_tokens
         if 2 * receipt.unresumed_tokens > computed:

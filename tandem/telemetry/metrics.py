@@ -23,16 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.errors import (
-    Cancelled,
-    DataLoss,
-    DeadlineExceeded,
-    InternalError,
-    ResumeFailed,
-    TandemError,
-    Unavailable,
-)
+from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import Settings
+from tandem.telemetry import outcomes
 from tandem.telemetry.exposition import Exposed, Exposition
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -47,8 +40,6 @@ TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 
 LENGTH_BUCKETS = tuple(float(2**power) for power in range(0, 19, 1) if power not in (1, 3))  # in tokens
 MAX_TENANTS = 100  # that have their own samples
 OTHER_TENANTS = "(others)"  # not a tenant's name: names have no brackets
-# Errors that the cluster caused, not the request.
-FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
 class Reach(NamedTuple):
@@ -128,7 +119,7 @@ class Tokens(Collector):
 
 
 class RouterMetrics(Metrics):
-    """Metrics of a router. `waiting` returns how many requests wait for a place."""
+    """Metrics of a router. `waiting` returns how many answers wait for a place."""
 
     def __init__(
         self,
@@ -147,8 +138,11 @@ class RouterMetrics(Metrics):
             ["outcome", "reason"],
             registry=registry,
         )
+        for outcome, reasons in outcomes.EXPECTED.items():
+            for reason in reasons:
+                self._requests.labels(outcome, reason)
         self._inflight = Gauge("tandem_inflight_requests", "Requests in progress.", registry=registry)
-        Gauge("tandem_queue_depth", "Requests that wait for a place.", registry=registry).set_function(waiting)
+        Gauge("tandem_queue_depth", "Answers that wait for a place.", registry=registry).set_function(waiting)
         self._duration = _seconds(
             registry, "tandem_request_duration_seconds", "From arrival to the last token.", LONG_BUCKETS
         )
@@ -167,7 +161,7 @@ class RouterMetrics(Metrics):
         self._prompt = Counter(
             "tandem_prompt_tokens_total", "Prompt tokens: computed or found cached.", ["source"], registry=registry
         )
-        self.retried = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry).inc
+        self.retried = Counter("tandem_retries_total", "Answers placed again after a failure.", registry=registry).inc
         self._late = _seconds(
             registry, "tandem_kv_transfer_exposed_seconds", "Delay of the second token by KV transfer.", TTFT_BUCKETS
         )
@@ -184,21 +178,17 @@ class RouterMetrics(Metrics):
         )
 
     @contextmanager
-    def request(self) -> Iterator[Request]:
-        """Counts one request, from its arrival to its end, however it ends."""
+    def request(self, *, is_job: bool = False) -> Iterator[Request]:
+        """Counts one request, from its arrival to its end, however it ends. A job's attempt that waits has not
+        ended."""
         began = monotonic()
         self._inflight.inc()
         outcome, reason = "ok", ""
         request = Request()
         try:
             yield request
-        except Cancelled as error:
-            outcome, reason = "cancelled", error.reason
-            raise
         except TandemError as error:
-            # An error that names valid values asks for another request.
-            of_cluster = isinstance(error, FAILURES) and error.bound is None
-            outcome, reason = "failed" if of_cluster else "refused", error.reason
+            outcome, reason = outcomes.of_request(error, is_job=is_job), error.reason
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "ok" if request.complete else "cancelled"
@@ -209,7 +199,8 @@ class RouterMetrics(Metrics):
         finally:
             self._inflight.dec()
             request.outcome, request.reason = outcome, reason
-            self._requests.labels(outcome, reason).inc()
+            if outcome != outcomes.WAITS:
+                self._requests.labels(outcome, reason).inc()
             if outcome == "ok":
                 self._duration.observe(monotonic() - began)
 
@@ -306,6 +297,8 @@ class WorkerMetrics(Metrics):
             ["result", "reason"],
             registry=registry,
         )
+        for reason in outcomes.EXPECTED_OF_TRANSFERS:
+            self._transfers.labels("failed", reason)
 
     def step(self, prompt_tokens: int, streams: int, seconds: float) -> None:
         """Counts a step of the engine over `prompt_tokens` tokens of prompts and `streams` streams."""
@@ -336,6 +329,8 @@ class WorkerMetrics(Metrics):
             raise
         except TandemError as error:
             reason = error.reason
+            if isinstance(error, InvalidRequest):  # its own fields ended it: such as a grammar that no token fits
+                result = "cancelled"
             raise
         finally:
             if transfer.opened:

@@ -36,6 +36,7 @@ CASES = [
     (receipt(tpot=0.05, attempts=2), "failures", "decode-1: died"),
     (receipt(retries=2.0), "queueing", "waited in the router"),
     (receipt(prefill_compute=2.0), "prefill", "prompt tokens were computed"),
+    (receipt(first_answer=2.0), "prefill", "the first answer of its request"),
     (
         dataclasses.replace(receipt(prefill_compute=2.0), prompt_tokens=1000, cached_tokens=16, unresumed_tokens=900),
         "prefill",

@@ -118,9 +118,9 @@ CASES = [
         )
     ),
     case(
-        "TandemQueue", "half of one of two models",
+        "TandemQueue", "most of one of two models",
         models("router", "tandem_queue_depth", chat=30, small=0)
-        + models("router", "tandem_inflight_requests", chat=40, small=400), True, "chat",
+        + models("decode", "tandem_inflight_requests", chat=(5, 5), small=400), True, "chat",
     ),
     case("TandemNoPrefillWorker", "none is ready", of("prefill", "tandem_worker_state", 0, more=READY), True),
     case("TandemNoPrefillWorker", "one", of("prefill", "tandem_worker_state", 1, more=READY), False),
@@ -131,12 +131,17 @@ CASES = [
     case("TandemPlacesFull", "all", of("decode", "tandem_places_usage_ratio", 1.0, 0.98), True),
     case("TandemPlacesFull", "one of two", of("decode", "tandem_places_usage_ratio", 1.0, 0.5), False),
     case(
-        "TandemQueue", "more than half wait",
-        of("router", "tandem_queue_depth", 30) + of("router", "tandem_inflight_requests", 40), True,
+        "TandemQueue", "more wait than run",
+        of("router", "tandem_queue_depth", 20, 10) + of("decode", "tandem_inflight_requests", 15, 10), True,
+    ),
+    case(
+        "TandemQueue", "one of the eight answers of each of ten requests",
+        of("router", "tandem_queue_depth", 10) + of("router", "tandem_inflight_requests", 10)
+        + of("decode", "tandem_inflight_requests", 70), False,
     ),
     case(
         "TandemQueue", "nobody is there",
-        of("router", "tandem_queue_depth", 0) + of("router", "tandem_inflight_requests", 0), False,
+        of("router", "tandem_queue_depth", 0) + of("decode", "tandem_inflight_requests", 0), False,
     ),
     case(
         "TandemPreemptions", "one for two requests",

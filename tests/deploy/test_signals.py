@@ -158,7 +158,7 @@ def test_what_stands_in_the_alerts_are_values_that_the_code_has() -> None:
     assert kinds
     assert reasons
     assert all(f'"{value}"' in code for value in kinds | reasons)
-    source = (ROOT / "tandem/telemetry/metrics.py").read_text()
+    source = "".join((ROOT / f"tandem/telemetry/{name}.py").read_text() for name in ("metrics", "outcomes"))
     assert all(f'"{value}"' in source for value in ("failed", "refused", "ready", "ok", "router"))
 
 

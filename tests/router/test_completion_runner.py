@@ -350,9 +350,12 @@ async def test_an_answer_that_breaks_counts_its_first_token_and_its_retries(
     assert found["tandem_output_length_tokens_count",] == 0  # which is of complete answers
 
 
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "control"])
-async def test_a_job_that_goes_on_does_not_count_its_first_token_again(goes_on: bool) -> None:
-    """Pauses and lost routers would make the service look slow, or fast. The control is a job that begins."""
+@pytest.mark.parametrize(
+    ("is_job", "goes_on"), [(True, False), (True, True), (False, False)], ids=["job", "job that goes on", "control"]
+)
+async def test_a_jobs_first_token_is_nobodys_wait(is_job: bool, goes_on: bool) -> None:
+    """A batch's line may wait in the queue for a minute and misses no objective, and pauses and lost routers would make
+    the service look slow, or fast. The control is a client's request."""
     token = said(4 if goes_on else 3, 6)
     token.tokens.first.path = common_pb2.PATH_LOCAL  # of the attempt
     parts: Any = Saying([token, ENDED])
@@ -361,14 +364,40 @@ async def test_a_job_that_goes_on_does_not_count_its_first_token_again(goes_on: 
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     asked.sampling.max_tokens = 2 if goes_on else 1
     request = build_request(asked, Tokenizer(None, None), MODEL)
+    request.is_job = is_job
     reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
     completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), usage)
     await completion.restore([generation_pb2.Delta(token_ids=[5])] * goes_on)
     await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
     found = values(metrics)
     assert request.tokens == ([1, 2, 3, 5, 6] if goes_on else [1, 2, 3, 6])
-    assert found.get(("tandem_time_to_first_token_seconds_count", "local"), 0) == (not goes_on)
-    assert found.get(("tandem_phase_seconds_count", "queue"), 0) == (not goes_on)
+    assert found.get(("tandem_time_to_first_token_seconds_count", "local"), 0) == (not is_job)
+    assert found.get(("tandem_phase_seconds_count", "queue"), 0) == (not is_job)
+    assert found["tandem_output_length_tokens_count",] == 1
+
+
+class Remembering(Saying):
+    """A scheduler that remembers which requests asked again."""
+
+    @asynccontextmanager
+    async def placed(self, *about: Any, again: bool, **more: Any) -> AsyncIterator[Placement]:
+        self.again = again
+        async with super().placed(*about, **more) as placement:
+            yield placement
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_the_scheduler_knows_which_jobs_ask_again(again: bool) -> None:
+    """Their prompts have arrived already."""
+    parts: Any = Remembering([said(3, 6), ENDED])
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    asked.sampling.max_tokens = 1
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    request.again = again
+    reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
+    completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
+    await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
+    assert parts.again is again
 
 
 @pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])

@@ -167,6 +167,22 @@ async def test_a_job_means_the_adapter_of_its_submission() -> None:
     assert meant == [b"first"]
 
 
+async def test_attempts_of_a_job_know_what_was_counted_of_its_prompt() -> None:
+    """So that it counts once, however often the job asks for room. Another job has its own account."""
+    known: list[bool] = []
+
+    async def generate(*about: Any, resume: ResumeState, **more: Any) -> AsyncIterator[Any]:
+        known.append(resume.counted.arrived)
+        resume.counted.arrived = True
+        yield finished(0)
+
+    runner = runner_of(model_of(GIVEN(generate=generate)), Journal())
+    one, other = (job_of(generation_pb2.GenerateRequest()) for _ in range(2))
+    for job in (one, one, other):
+        await runner._attempt(job)
+    assert known == [False, True, False]
+
+
 def worker(**said: str) -> WorkerRecord:
     return WorkerRecord("decode-0", "decode", Ready.READY, 1, "a", "h:1", **said)
 

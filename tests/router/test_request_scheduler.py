@@ -556,6 +556,20 @@ async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
         await asyncio.wait({waits})
 
 
+async def test_a_job_that_asks_again_has_arrived_once() -> None:
+    """It asks until there is room, and is one prompt, also where it finds room or a worker refuses it in the end."""
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
+        for again in (False, True, True):
+            await refusal(scheduler, 1000, ttft_s=2.5, again=again)
+        assert scheduler.arrived == 3000
+    async with scheduler.placed(1000, 1010, 60.0, again=True) as placement:
+        scheduler.rejected(placement)
+    assert scheduler.arrived == 3000
+
+
 async def test_control_without_an_objective_it_waits() -> None:
     """And so does one whose client has had tokens already, of it or of another completion, whatever the objective."""
     late = RoutingConfig("never", ttft=2.5)

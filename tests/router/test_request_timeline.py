@@ -72,6 +72,36 @@ def test_the_phases_add_up_to_the_time_to_first_token(
     assert (made.attempts, made.completion_tokens) == (len(waits) + 1, 1)
 
 
+@pytest.mark.parametrize("queued", [0.0, 3.0], ids=["idle", "full"])
+def test_who_follows_the_first_answer_has_queued_as_long_as_that_one(queued: float) -> None:
+    """Then it waits for the prompt's KV, which no larger pool makes shorter. The phases still add up."""
+    clock = Clock()
+    first, own = RequestTimeline(clock.now), RequestTimeline(clock.now)
+    placement = Placement(DECODE, PREFILL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_timeline, "monotonic", clock)
+        first.admitted()
+        clock.now += queued
+        first.placed(placement)
+        first.dispatched()
+        clock.now += 2.0
+        first.first_token(decode_pb2.FirstTokenTiming(total_seconds=2.0))
+        first.sent(1)
+        own.admitted(first)
+        clock.now += 0.5
+        own.placed(placement)
+        own.dispatched()
+        own.first_token(decode_pb2.FirstTokenTiming())
+        own.sent(1)
+    assert own.first
+    phases = dict(own.first[2])
+    assert phases["queue"] == pytest.approx(queued + 0.5)
+    assert phases["first_answer"] == pytest.approx(2.0)
+    assert sum(phases.values()) == pytest.approx(own.ttft)
+    assert first.first
+    assert "first_answer" not in dict(first.first[2])
+
+
 def test_what_workers_prepare_is_no_part_of_a_path() -> None:
     """A worker that loads an adapter or compiles a grammar for seconds would do so on any path: the decode worker
     before it admits the request, the prefill worker before it queues the prompt."""

@@ -62,10 +62,34 @@ def test_each_request_is_counted_once_by_how_it_ended(error: BaseException, coun
         assert values(metrics)["tandem_inflight_requests",] == 1
         raise error
     found = values(metrics)
-    assert {key[1:]: value for key, value in found.items() if key[0] == "tandem_requests_total"} == {counted: 1}
+    assert {key[1:]: value for key, value in found.items() if key[0] == "tandem_requests_total" and value} == {
+        counted: 1
+    }
     assert found["tandem_inflight_requests",] == 0
     assert found["tandem_queue_depth",] == 3
     assert not isinstance(error, TandemError) or found["tandem_request_duration_seconds_count",] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_job", "counted"),
+    [
+        (Busy("x", reason="OVERLOADED"), True, {}),
+        (Busy("x", reason="OVERLOADED"), False, {("refused", "OVERLOADED"): 1}),
+        (InvalidRequest("x"), True, {("refused", "INVALID_REQUEST"): 1}),
+        (NoWorker("x"), True, {("failed", "NO_WORKER"): 1}),
+    ],
+)
+def test_a_job_that_finds_no_room_was_not_refused(
+    error: TandemError, is_job: bool, counted: dict[tuple[str, str], int]
+) -> None:
+    """It asks again until there is room. Only clients that are turned away are a reason to wake somebody, and jobs
+    that wait do not hide those among many more requests. Controls: a client, and attempts that end otherwise."""
+    metrics = of_router()
+    with pytest.raises(type(error)), metrics.request(is_job=is_job):
+        raise error
+    found = values(metrics)
+    assert {key[1:]: value for key, value in found.items() if key[0] == "tandem_requests_total" and value} == counted
+    assert found["tandem_inflight_requests",] == 0
 
 
 def test_who_leaves_behind_the_last_message_has_not_cancelled() -> None:
@@ -230,6 +254,7 @@ ENDED = [
     (None, False, ("", "cancelled")),
     (asyncio.CancelledError(), False, ("", "cancelled")),
     (DataLoss("x"), False, ("DIGEST_MISMATCH", "failed")),
+    (InvalidRequest("x", reason="NO_TOKEN_ALLOWED"), False, ("NO_TOKEN_ALLOWED", "cancelled")),
     (ValueError("x"), False, ("INTERNAL", "failed")),
 ]
 
@@ -246,7 +271,18 @@ def test_each_transfer_is_counted_once_by_how_it_ended(
             if error:
                 raise error
     ends = {key[1:]: value for key, value in values(metrics).items() if key[0] == "tandem_kv_transfers_total"}
-    assert ends == {counted: 1}
+    assert {end: number for end, number in ends.items() if number} == {counted: 1}
+
+
+def test_the_first_failures_are_growth_to_prometheus() -> None:
+    """A series that appears with 40 has not grown; one that was 0 has. Also of a full cluster's refusals."""
+    router, worker = values(of_router()), values(of_worker())
+    for reason in ("NO_WORKER", "DECODE_LOST", "DIGEST_MISMATCH", "RESUME_FAILED", "DEADLINE_EXCEEDED", "INTERNAL"):
+        assert router["tandem_requests_total", "failed", reason] == 0
+    for reason in ("OVERLOADED", "QUEUE_TIMEOUT", "BUSY"):
+        assert router["tandem_requests_total", "refused", reason] == 0
+    for reason in ("TRANSFER_FAILED", "PREFILL_LOST", "DIGEST_MISMATCH"):
+        assert worker["tandem_kv_transfers_total", reason, "failed"] == 0
 
 
 def test_vllms_names_have_the_same_values() -> None:
@@ -276,7 +312,6 @@ def test_vllms_names_have_the_same_values() -> None:
     assert said["vllm:num_preemptions_total"] == 4
     named = {one.name for metrics in (router, worker) for one in exposition.VLLM.values() for one in one}
     assert {name.split("_total")[0] for name in said} >= {name for name in named if not name.endswith("seconds")} - {
-        "vllm:nixl_num_failed_transfers",  # none has failed
         *("vllm:request_prompt_tokens", "vllm:request_generation_tokens"),  # histograms
     }
     assert not [one for one in samples(of_worker()) if one.name.startswith("vllm:")]

@@ -96,7 +96,7 @@ class Completion:
             at += run.tokens
             delta.last = at == len(tokens.token_ids) and request.finish() is not None
             self._usage.sent(run.tokens, timeline.sent(run.tokens))
-            if delta.index == 0:  # not where a job goes on
+            if delta.index == 0 and not request.is_job:
                 self._usage.first_token(timeline)
             self._output.put(response)
         return request.stopped

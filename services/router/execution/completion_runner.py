@@ -102,6 +102,7 @@ class CompletionRunner:
             functools.partial(self._prefixes.holders, prompt),
             tenant=request.tenant,
             priority=request.priority,
+            again=request.again,
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
             begun=bool(request.generated),

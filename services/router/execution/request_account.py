@@ -18,8 +18,9 @@ from typing import NamedTuple
 import structlog
 
 from services.router.execution.request_timeline import RequestTimeline
-from services.router.preprocess.request import Request
+from services.router.preprocess.request import Counted, Request
 from tandem.telemetry.metrics import TTFT_BUCKETS, RouterMetrics
+from tandem.telemetry.outcomes import WAITS
 from tandem.telemetry.tracing import Span
 
 log = structlog.get_logger(__name__)
@@ -45,20 +46,21 @@ class EndedRequests:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.tokens = 0  # that clients received
-        self.ttft = [0] * (len(TTFT_BUCKETS) + 1)  # answers by the first edge not below; the last one: above all
+        self.ttft = [0] * (len(TTFT_BUCKETS) + 1)  # answers, not of jobs, by the first edge not below; last: above all
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
 
 
 class RequestAccount:
     """One request in progress."""
 
-    def __init__(self, request_id: str, timeline: RequestTimeline) -> None:
+    def __init__(self, request_id: str, timeline: RequestTimeline, job: Counted | None) -> None:
         self.request_id = request_id
+        self.job = job  # None: a client's request
         self.tenant = ""
         self.adapter = ""
         self.prompt_tokens = 0
         self.tokens = 0  # that its client received, of all answers
-        self.goes_on = False  # a job's attempt after others that gave tokens
+        self.goes_on = False  # a job's attempt after others whose prompt was counted
         self.complete = False  # every answer was delivered
         self._timeline = timeline
 
@@ -85,26 +87,31 @@ class RequestAccounts:
         self._model = model
 
     @contextmanager
-    def open(self, request_id: str, timeline: RequestTimeline, span: Span) -> Iterator[RequestAccount]:
-        """`request_id`: the client's, used until the request was checked."""
-        account = RequestAccount(request_id, timeline)
+    def open(
+        self, request_id: str, timeline: RequestTimeline, span: Span, job: Counted | None = None
+    ) -> Iterator[RequestAccount]:
+        """`request_id`: the client's, used until the request was checked. A job's attempt that found no room leaves no
+        account: JobRunner logs it, and makes it again."""
+        account = RequestAccount(request_id, timeline, job)
         counted = None
         try:
-            with self._metrics.request() as counted:
+            with self._metrics.request(is_job=job is not None) as counted:
                 try:
                     yield account
                 finally:
                     counted.complete = account.complete
         finally:
-            if counted is not None:
+            if counted is not None and counted.outcome != WAITS:
                 self._close(account, counted.outcome, counted.reason, monotonic() - timeline.arrived, span.trace_id)
 
     def _close(self, account: RequestAccount, outcome: str, reason: str, seconds: float, trace_id: str) -> None:
         ended, tokens, ttft = self._ended, account.tokens, account.ttft
         self._metrics.ended(account.tenant, outcome, account.new_prompt_tokens, tokens)
+        if account.job and account.new_prompt_tokens:
+            account.job.tokens = True
         ended.outcomes[outcome] += 1
         ended.tokens += tokens
-        if ttft is not None:
+        if ttft is not None and account.job is None:
             ended.ttft[bisect_left(TTFT_BUCKETS, ttft)] += 1
         if outcome in ("failed", "refused"):
             ended.failures.append(

@@ -3,6 +3,7 @@
     arrived ─tokenize─▶ admitted ─queue─▶ sent ─dispatch─▶ [ reserve, handoff, prefill_queue, prefill_compute ] ─▶ token
                             ▲────────retries───────┘         in the workers; handoff is their hop
 
+Each answer but the first to a prompt also waits for the first one's KV: `first_answer`, between queue and dispatch.
 Each process measures durations on its own clock; a hop is the caller's duration minus the duration that the callee
 reports. So the phases add up to the router's time to first token without comparing clocks.
 """
@@ -18,7 +19,8 @@ from services.router.routing.placement import Begun, Estimate, Placement
 from tandem.telemetry.tracing import NO_SPAN, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
-ROUTER_PHASES = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
+# The other phases are the workers' spans.
+ROUTER_PHASES = ("tokenize", "queue", "first_answer", "retries", "dispatch", "deliver")
 MAX_RECEIPTS = 1000  # receipts, for `tandem explain`, `tandem slow` and the dashboard
 
 
@@ -47,6 +49,7 @@ class RequestTimeline:
         self.job_begun_with: Begun | None = None  # what earlier attempts of its job computed with
         self.attempts = 0
         self._admitted = arrived
+        self._first_answer = 0.0  # its wait for the KV of the first answer to its prompt, without that one's queueing
         self._retries = 0.0  # attempts that failed or were refused, before the first token
         self._dispatched = arrived
         self._spared = False
@@ -68,8 +71,10 @@ class RequestTimeline:
         self._preempted = 0  # in the current attempt
 
     def admitted(self, like: RequestTimeline | None = None) -> None:
-        """Now, or at the time of `like`, another completion of the same prompt."""
+        """Now, or at the time of `like`, the first completion of the same prompt, for whose KV this one has waited."""
         self._admitted = like._admitted if like else monotonic()
+        if like:
+            self._first_answer = monotonic() - like._admitted - like._queued
 
     @property
     def ttft(self) -> float | None:
@@ -218,16 +223,21 @@ class RequestTimeline:
         seconds = self._first_at - self.arrived - self._before_dispatch - inside
         return (seconds, transfer.blocks, transfer.exposed_seconds) if transfer else (seconds, 0, 0.0)
 
+    @property
+    def _queued(self) -> float:
+        """The router's other work between admission and dispatch counts as queueing. 0 before the first token."""
+        if self._first is None:
+            return 0.0
+        return self._before_dispatch - (self._admitted - self.arrived) - self._first_answer - self._retries
+
     def _phases(self) -> list[tuple[str, float]]:
         first = self._first
         assert first is not None
         inside = first.prefill.queue_seconds + first.prefill.compute_seconds
-        tokenize = self._admitted - self.arrived
-        # The router's other work between admission and dispatch counts as queueing.
-        queue = self._before_dispatch - tokenize - self._retries
         return [
-            ("tokenize", tokenize),
-            ("queue", queue),
+            ("tokenize", self._admitted - self.arrived),
+            ("queue", self._queued),
+            *([("first_answer", self._first_answer)] if self._first_answer else []),
             *([("retries", self._retries)] if self._retries else []),
             ("dispatch", self._first_at - self.arrived - self._before_dispatch - first.total_seconds),
             ("reserve", first.admit_seconds),

@@ -32,7 +32,8 @@ class UsageMeter:
 
     def first_token(self, timeline: RequestTimeline) -> None:
         """Counts a first token once it is ready for the client: clients give up on slow answers first, so those of
-        complete answers alone would look too fast."""
+        complete answers alone would look too fast. Not of a job, which waits as long as it must, and of which a router
+        knows the time since an attempt at most."""
         if first := timeline.first:
             self._metrics.first_token(*first)
 

@@ -50,7 +50,7 @@ class RequestScheduler:
         self._workers = WorkerTable(config)
         self._avoided: dict[tuple[Incarnation, Incarnation], float] = {}  # (decode, prefill) -> until when
         self._queue_timeout_s = queue_timeout_s
-        self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
+        self.arrived = 0  # prompt tokens to be computed that have arrived, refused ones included, of a job once
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
@@ -71,6 +71,7 @@ class RequestScheduler:
         *,
         tenant: str = "",
         priority: int = 0,
+        again: bool = False,
         ttft_s: float | None = None,
         spent_s: float = 0.0,
         begun: bool = False,
@@ -82,25 +83,26 @@ class RequestScheduler:
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
         `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate.
-        `begun_with`: see Begun. A suspected poison request begins `alone`: on a decode worker, which computes its
-        prompt. `unsuited` cannot serve this request; they are used only if no other is ready, now or after a rest.
+        `begun_with`: see Begun. Where a job asks `again`, its prompt has arrived already. A suspected poison request
+        begins `alone`: on a decode worker, which computes its prompt. `unsuited` cannot serve this request; they are
+        used only if no other is ready, now or after a rest.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
         decode worker is ready; ResumeFailed when there are decode workers, but none that would give its other tokens.
         """
-        ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
         self._catch_up()
         waiting = WaitingRequest(
             tokens,
             tenant,
             priority,
             begun,
-            ahead=ahead,
+            ahead=min(RESERVED_OUTPUT_TOKENS, max_len - tokens),
             kv_holder=self._workers.decodes.sharing(kv_holder),
             begun_with=begun_with,
             cached=cached,
             holders=holders,
+            again=again,
             alone=alone,
             unsuited=unsuited,
         )
@@ -115,9 +117,7 @@ class RequestScheduler:
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
         finally:
-            self._constrained.remove(waiting)
-            if waiting.placement:
-                self._leave(waiting, waiting.placement)
+            self._leave(waiting)
             self._dispatch_soon()
 
     async def keep_up(self) -> None:
@@ -195,8 +195,7 @@ class RequestScheduler:
     def _useful(self, waiting: WaitingRequest, remaining_s: float, ttft_s: float | None, spent_s: float) -> float:
         """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
         even an immediate start would be too late."""
-        wait_s, own_s = self._expected(waiting)
-        return self._useful_wait.seconds(wait_s, own_s, remaining_s, ttft_s, spent_s, monotonic())
+        return self._useful_wait.seconds(*self._expected(waiting), remaining_s, ttft_s, spent_s, monotonic())
 
     def _expected(self, waiting: WaitingRequest) -> tuple[float, float]:
         """The expected seconds of waiting and of computing: by the workers' rates, or by the pace at which places came
@@ -206,9 +205,8 @@ class RequestScheduler:
         queued += self._constrained.tokens_before(waiting, self._workers.decodes)
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
         holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
-        wait_s, own_s, waiting.computed = expected_wait(
-            pools.decodes, pools.prefills, waiting.tokens, queued, holders, cached
-        )
+        wait_s, own_s, new = expected_wait(pools.decodes, pools.prefills, waiting.tokens, queued, holders, cached)
+        waiting.computed = 0 if waiting.again else new
         self.arrived += waiting.computed
         if len(self._places) >= MIN_SAMPLES and before:
             every = (monotonic() - self._places[0]) / len(self._places)
@@ -350,9 +348,11 @@ class RequestScheduler:
         if learns and waiting.new_tokens(placement) >= WORTHWHILE:  # fewer hardly move the rate
             self._useful_wait.computes(monotonic())
 
-    def _leave(self, waiting: WaitingRequest, placement: Placement) -> None:
-        self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
-        del self._placed[id(placement)]
+    def _leave(self, waiting: WaitingRequest) -> None:
+        self._constrained.remove(waiting)
+        if placement := waiting.placement:
+            self._workers.end(placement, waiting.blocks(placement), waiting.admitted)
+            del self._placed[id(placement)]
         if waiting.refused:
             self._constrained.give_back(waiting.tenant, waiting.tokens)
             self.arrived -= waiting.computed

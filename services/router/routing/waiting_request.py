@@ -24,7 +24,8 @@ class WaitingRequest(Waiting):
     placement: Placement | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     alone: bool = False
-    computed: int = 0  # prompt tokens that were expected to be computed
+    again: bool = False  # its prompt was counted among what arrived, by an earlier attempt of its job
+    computed: int = 0  # prompt tokens that were expected to be computed, counted among what arrived
     admitted: bool = False  # by its decode worker
     refused: bool = False  # this was no attempt: it will be placed again, and counts only once
     leaving: bool = False  # its answer has begun, and its wait ends: it takes room that others wait for

@@ -166,7 +166,7 @@ function now(data, span) {
   const ends = data.outcomes;
   for (const [name, value, beside, line] of [
     ["running", number(all("running")), `requests in progress${whose}`, null],
-    ["queued", number(all("waiting")), `wait for a place${whose}`, null],
+    ["queued", number(all("waiting")), `answers that wait for a place${whose}`, null],
     ["answers", `${number(data.ended / data.window)} /s`, `${number(data.ended)} in ${span}${mine}`, of(0)],
     ["tokens", `${number(data.tokens / data.window)} /s`, `of answers that ended${mine}`, of(2)],
     ["KV moved", rate(sums(3) / data.window), `${bytes(sums(3))} in ${span}${mine}`, of(3)],

@@ -9,7 +9,7 @@ const SPANS = [["15 min", 900], ["1 h", 3600], ["6 h", 21600]];
 const CHARTS = [
   ["Requests that ended, a second", number, [["ok", "ok", "--met"], ["refused", "refused", "--wait"],
     ["failed", "failed", "--miss"], ["cancelled", "cancelled", "--quiet"]]],
-  ["Requests in progress", number, [["in progress", "running", "--strong"], ["waiting", "queued", "--miss"]]],
+  ["Requests in progress, answers waiting", number, [["in progress", "running", "--strong"], ["waiting", "queued", "--miss"]]],
   ["Time to first token", seconds, [["median", "ttft_p50", "--strong"], ["95th percentile", "ttft_p95", "--prefill"]]],
   ["Tokens a second", number, [["tokens", "tokens", "--strong"]]],
 ];

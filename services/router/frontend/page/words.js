@@ -40,6 +40,7 @@ export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB")
 export const PHASES = {
   tokenize: "text to tokens",
   queue: "no decode worker had room",
+  first_answer: "the prompt's KV, of the first answer",
   retries: "attempts that failed before",
   dispatch: "router to decode worker and back",
   reserve: "blocks on the decode worker",
