@@ -144,7 +144,7 @@ def test_control_with_parts_that_follow_from_the_step_the_bits_differ(monkeypatc
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
     """At load, on a machine with this kernel."""
-    monkeypatch.setattr(kernel_choice, "candidates", lambda *_: iter([KERNEL]))
+    monkeypatch.setattr(kernel_choice, "candidate", lambda *_: KERNEL)
     return kernel_choice.choose((call(),), torch.float32, 16, CPU, paged.attend, 1024, None, SIZES)
 
 
@@ -226,9 +226,7 @@ def on_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes
     made = make_checkpoint(folder / family, f"tiny-{family}", dtype="float32", **small, **changes)
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            kernel_choice, "candidates", lambda _, longest, absorbed: iter([TritonAttention(longest, absorbed)])
-        )
+        patch.setattr(kernel_choice, "candidate", lambda _, longest, absorbed: TritonAttention(longest, absorbed))
         assert model.choose_attention() == "cuda (triton)"
     assert layers.adopt(model.module).startswith(layers.NAME)
     model.cuda_products = True
