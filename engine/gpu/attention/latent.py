@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -86,11 +87,7 @@ def differs(fact: CallFacts, sizes: Expanded, dtype: torch.dtype, generator: tor
         shape = (layers.ROWS[-1], fact.heads, width)
         x = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
         expected = (x.float().transpose(0, 1) @ exact).transpose(0, 1)
-        try:
-            problem = _wrong(multiply, x, expected)
-        except (RuntimeError, TypeError, ValueError) as error:
-            problem = f"fails: {str(error).strip().partition(chr(10))[0]}"
-        if problem:
+        if problem := trial.failing(partial(_wrong, multiply, x, expected)):
             return f"product of latents' {what} {problem}"
     return None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -35,7 +36,7 @@ ROWS_OF_GATE = 16  # of the trial of a gate
 MOST_CHOSEN = 8  # experts of a row in the trial
 SOME = (1, 5, 200)  # row counts of the trial; that of experts has those with the next kinds of tiles, too
 MEANS = (16, products.FEW)  # rows of an expert, above which it has larger tiles
-ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+ERRORS = (*trial.ERRORS, IndexError, AttributeError)  # those of transformers' own code, too
 _GATE = "_tandem_gate"  # (limit, alpha, interleaved) of experts that are gated as gpt-oss's
 _SIZES = "_tandem_sizes"  # numbers of a module, which a recording takes for constants
 
@@ -60,7 +61,7 @@ def adopt(model: nn.Module) -> str:
 def _marked(what: str, found: list[nn.Module], replacement: type, differs: Callable[[Any], str | None]) -> str:
     kinds = {_kind(each): each for each in found}
     for module in kinds.values():
-        if problem := _problem_of(module, differs):
+        if problem := trial.failing(partial(differs, module), ERRORS):
             why = f"Triton's {type(module).__name__} {problem}"
             log.warning("torch's %s serve, with bits that may follow from a token's batch: %s", what, why)
             for each in found:
@@ -70,13 +71,6 @@ def _marked(what: str, found: list[nn.Module], replacement: type, differs: Calla
         sizes = kinds[_kind(module)].__dict__[_SIZES]
         module.__dict__.update({_SIZES: sizes, modules.REPLACEMENT: replacement})
     return f"{len(found)} {what}"
-
-
-def _problem_of(module: nn.Module, differs: Callable[[Any], str | None]) -> str | None:
-    try:
-        return differs(module)
-    except ERRORS as error:
-        return f"fails: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
@@ -187,7 +181,7 @@ class Adopter(experts.Adopter):
         super().adopt(module, both)
 
     def prove(self, module: nn.Module) -> None:
-        if problem := _problem_of(module, _differs_from_experts):
+        if problem := trial.failing(partial(_differs_from_experts, module), ERRORS):
             raise CheckpointRefused(
                 f"Triton's {type(module).__name__} over codes {problem}; serve the unquantised checkpoint with"
                 " weights = checkpoint"
