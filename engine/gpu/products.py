@@ -59,8 +59,8 @@ class Tiling:
 
     @property
     def launch(self) -> dict[str, int]:
-        """Of `kernels.linear`."""
-        sizes = {"ROWS": self.rows, "COLS": self.columns, "DEPTH": self.depth, "BAND": BAND}
+        """Of the kernels `linear`, `each_head` and `experts`."""
+        sizes = {"ROWS": self.rows, "COLS": self.columns, "DEPTH": self.depth}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -119,7 +119,7 @@ def linear(
     kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
         *read, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
         *weight.stride(), groups, added.stride(0), n,
-        **tiling.launch, **of_format, WHOLE=k % tiling.depth == 0, BIAS=bias is not None,
+        **tiling.launch, **of_format, BAND=BAND, WHOLE=k % tiling.depth == 0, BIAS=bias is not None,
         BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype), DESCRIBED=described,
     )  # fmt: skip
     return out

@@ -49,10 +49,9 @@ def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return out
     x = x if x.stride(2) == 1 else x.contiguous()
     tiling = tiling_of(tokens, n, x.dtype, capability_of(x.device))
-    launch = {name: number for name, number in tiling.launch.items() if name != "BAND"}
     kernels.each_head[(cdiv(tokens, tiling.rows), cdiv(n, tiling.columns), heads)](
         x, weight, out, tokens, n, k, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        **launch, maxnreg=most_registers(x.dtype), WHOLE=k % tiling.depth == 0,
+        **tiling.launch, maxnreg=most_registers(x.dtype), WHOLE=k % tiling.depth == 0,
         EXACT=x.dtype == torch.float32 or kernels.INTERPRETED,
     )  # fmt: skip
     return out

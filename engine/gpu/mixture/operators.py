@@ -118,13 +118,11 @@ def _multiplied(
         return out
     own = tiling(pairs, count, n, x.dtype, capability_of(x.device), scaled.depth if scaled else None)
     many = tiles(pairs, count, own.rows)
-    launch = own.launch
-    del launch["BAND"]
     (scales, zeros, group, groups), of_format = of_codes(scaled, flat)
     kernels.experts[(many * cdiv(n, own.columns),)](
         flat, weight, scales, zeros, flat if bias is None else bias, plan, out, pairs, many, n, k, group,
         pairs // len(flat), flat.stride(0), *weight.stride(), groups, 0 if bias is None else bias.stride(0),
-        **launch, **of_format, WHOLE=k % own.depth == 0, BIAS=bias is not None,
+        **own.launch, **of_format, WHOLE=k % own.depth == 0, BIAS=bias is not None,
         EXACT=x.dtype == torch.float32 or INTERPRETED,
     )  # fmt: skip
     return out
