@@ -236,7 +236,7 @@ class ModelRunner:
         """Tries the CUDA kernel for attention over pages; returns a line about it."""
         kept, absorbed = element_dtype(self.kv_dtype), mla.find_products(self.module, self.facts)
         self.cuda_kernel, line = kernel_choice.choose(
-            self.facts, self.dtype, self.block_size, self.device, paged.attend, self.max_model_len, kept, absorbed
+            self.facts, self.dtype, self.block_size, self.device, self.max_model_len, kept, absorbed
         )
         return line
 

@@ -36,7 +36,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
 
 def choose(*facts: CallFacts, block_size: int = 16) -> tuple[Any, str]:
-    return kernel_choice.choose(facts, torch.bfloat16, block_size, CPU, paged.attend, 4096)
+    return kernel_choice.choose(facts, torch.bfloat16, block_size, CPU, 4096)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +141,5 @@ def test_a_model_attends_by_it_where_it_can(
 def test_a_model_without_attention_needs_no_kernel() -> None:
     """Its steps are captured nevertheless, and the log says why there is none."""
     device = torch.device("cuda")
-    chosen = kernel_choice.choose((), torch.bfloat16, 16, device, paged.attend, 4096)
+    chosen = kernel_choice.choose((), torch.bfloat16, 16, device, 4096)
     assert chosen == (None, "reference, because the model has no attention")

@@ -6,10 +6,11 @@ A kernel that differs from the reference is not used; calls that the kernel refu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
+from engine.attention import paged
 from engine.attention.forward_context import Batch, CudaKernel, Step
 from engine.attention.mla import Expanded, Expander, expander_of
 from engine.kernels import REFERENCE
@@ -21,8 +22,6 @@ NAME = "cuda"
 GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02, a key too many or too few is above 0.1
 LONGEST = 700  # context of the trial without a window: several tiles of keys
 NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
-
-Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
 
 
 def candidate(device: torch.device, max_model_len: int, absorbed: Expanded | None) -> CudaKernel | None:
@@ -39,7 +38,6 @@ def choose(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    reference: Reference,
     max_model_len: int,
     kept: torch.dtype | None = None,
     absorbed: Expanded | None = None,
@@ -55,7 +53,7 @@ def choose(
     reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
     refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
     served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
-    problem = differs(kernel, served, dtype, block_size, device, reference, kept) if served else None
+    problem = differs(kernel, served, dtype, block_size, device, kept) if served else None
     if not served or problem is not None:
         return None, f"{REFERENCE}, because {f'{kernel.name} {problem}' if problem else f'of {refused}'}"
     rest = f", {REFERENCE} for {len(facts) - reasons.count(None)} of {len(facts)} calls because of {refused}"
@@ -69,7 +67,6 @@ def differs(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    reference: Reference,
     kept: torch.dtype | None = None,
 ) -> str | None:
     """Compares the kernel with the reference in float32 on random pages. Returns what is wrong, or None."""
@@ -90,7 +87,7 @@ def differs(
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
             given = (query.float(), exact.k[0], exact.v[0], scales, exact_step, fact)
-            expected = reference(*given, sinks=sinks, expand=expand)
+            expected = paged.attend(*given, sinks=sinks, expand=expand)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
             gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN
