@@ -61,10 +61,7 @@ def adopt(model: nn.Module) -> str:
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
     """The weight `[n, k]` of a plain product, None of anything else."""
-    if type(layer) not in (nn.Linear, Conv1D):
-        return None
-    weight = modules.oriented(layer)
-    return weight if weight.dtype in trial.GAP and weight.numel() else None
+    return modules.weight_of(layer, trial.GAP)
 
 
 @torch.inference_mode()

@@ -83,11 +83,7 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def found_experts(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        weights = [module._parameters.get(name) for name in experts.names(module)]
-        served = all(each is not None and each.dim() == 3 and each.dtype in trial.GAP for each in weights)
-        if weights and served and not getattr(module, "_is_expert_parallel", False):
-            yield module
+    return experts.found(model, trial.GAP)
 
 
 class Experts(Compiled):
@@ -103,7 +99,7 @@ class Experts(Compiled):
 
 def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """What the module computes, from x `[tokens, k]`, and each token's experts and their shares `[tokens, each]`."""
-    sizes, names = module.__dict__[_SIZES], experts_names(module)
+    sizes, names = module.__dict__[_SIZES], experts.names(module)
     stacks: Any = experts.stacks_of(module)  # of engine/gpu/codes.py
     plan = ops.experts_plan.default(x, chosen, sizes[0][0], stacks[0].depth if stacks else None)
 
@@ -157,11 +153,6 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if ours.dtype == torch.float32:
         return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     return (ours != theirs).float().mean().item() < 0.02 and torch.allclose(ours, theirs, rtol=2**-6, atol=1e-3)
-
-
-def experts_names(module: Any) -> tuple[str, str]:
-    """Of its parameters, also of a module that is replaced."""
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
 class Adopter(experts.Adopter):
