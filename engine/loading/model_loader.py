@@ -80,7 +80,7 @@ def load_model(
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
     format = _format(weights, dtype, device, packer)
-    source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config))
+    source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config, method))
     wanted = Wanted(adapters or {}, adapter_slots, later_rank)
     module, part = _loaded(source, device, method, format, packer, group, say)
     del source
