@@ -161,7 +161,14 @@ class EngineThread:
     def abandon(self, error: TandemError) -> None:
         """On any thread: all current and later callers of the engine's thread get `error`; its further results are
         dropped. If the running step is the reason, its sequences get StepFailed instead."""
-        self._break(error)
+        with self._wake:
+            if self.broken:
+                return
+            self.broken = error
+            self._wake.notify()
+        self._fail_all(error)
+        if self.on_broken:
+            self.on_broken()
 
     async def call(self, what: Callable[[], T]) -> T:
         """Runs `what` on the engine thread, between two steps, in the order of submission.
@@ -248,11 +255,11 @@ class EngineThread:
                 pass
         except Exception as error:  # the engine's state is unknown: it must not serve any more
             if isinstance(error, Unavailable) and error.reason == RANK_LOST:  # `on_lost` may come later than this
-                self._break(error)
+                self.abandon(error)
             incident = uuid.uuid4().hex[:12]
             log.exception("engine.broken", incident=incident)
             message = f"the engine broke (incident {incident}): {type(error).__name__}"
-            self._break(Unavailable(message, reason="ENGINE_BROKEN"))
+            self.abandon(Unavailable(message, reason="ENGINE_BROKEN"))
         if self.broken:  # abandoned: fails calls that arrived since then
             self._fail_all(self.broken)
         if self.engine.ranks is not None:
@@ -352,16 +359,6 @@ class EngineThread:
             loop.call_soon_threadsafe(_push_all, items)
         for watch, error in failed:  # after all outputs: drafts may have given some of this step
             watch._loop.call_soon_threadsafe(watch._fail, error)
-
-    def _break(self, error: TandemError) -> None:
-        with self._wake:
-            if self.broken:
-                return
-            self.broken = error
-            self._wake.notify()
-        self._fail_all(error)
-        if self.on_broken:
-            self.on_broken()
 
     def _fail_all(self, error: TandemError) -> None:
         """Fails all callers that wait for an answer or for progress; on any thread, once no new calls are accepted."""

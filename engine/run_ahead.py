@@ -149,8 +149,7 @@ class RunAhead:
         if fed is not None:
             tokens, rows = fed
             batch.fed = tokens.on_device[on_device(rows, torch.int64, self._model.device)]
-        positions = [place + 1 for place in batch.positions]
-        return Tokens(draw(self._forward(batch), sampling, positions, compiled=self._model.draws_compiled))
+        return Tokens(draw(self._forward(batch), sampling, batch.context_lens, compiled=self._model.draws_compiled))
 
 
 def _plain(sampling: Sampling) -> bool:

@@ -70,7 +70,6 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "burst": Measurement("scenarios.burst:main", "the autoscaler compared with fixed pools, on a trace's burst"),
         "ray-autoscale": Measurement("scenarios.ray_nodes.autoscale:main", "Ray's autoscaler: nodes join and leave"),
         "scale": Measurement("scenarios.scale:main", "router with 1,000 workers: placing, refreshing, a long queue"),
-        "scale-registry": Measurement("scenarios.scale_registry:main", "registry with many workers, routers and jobs"),
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
         "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
         "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),

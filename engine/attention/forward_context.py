@@ -28,14 +28,14 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [blocks,
 
 
 class CudaKernel(Protocol):
-    """Attends over pages on CUDA (engine/gpu/attention/paged_attention.py, engine/gpu/attention/varlen.py)."""
+    """Attends over pages on CUDA (engine/gpu/attention/paged_attention.py)."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def absorbed(self) -> Any:
-        """What a product makes of latents, if it reads pages of them: engine.attention.mla.Expanded, or None."""
+        """What a product makes of latents, if the model has pages of them: engine.attention.mla.Expanded, or None."""
 
     def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
         """Why it cannot serve this attention call over pages of `dtype`; None if it can."""
@@ -52,6 +52,9 @@ class CudaKernel(Protocol):
         weight: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `engine.attention.paged.attend`."""
+
+    def tiles(self, step: Step, facts: tuple[CallFacts, ...]) -> dict[Any, Any]:
+        """Tensors of a step by their key in its `plans`: what a recording takes besides a step's own."""
 
 
 class Rows(NamedTuple):

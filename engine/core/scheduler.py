@@ -143,15 +143,12 @@ class Scheduler:
                 break
             if id(sequence) in waiting:
                 closed = closed or len(self.running) >= self.max_running or not self._admit(sequence)
-                if not closed and (count := self._stretch(sequence, budget, rows)):
-                    plan.append(Chunk(sequence, count))
-                    budget -= count
-                    rows -= len(sequence.to_score(count))
-                continue
-            if sequence not in self.running:  # preempted by one before it
+                if closed:
+                    continue
+            elif sequence not in self.running:  # preempted by one before it
                 continue
             count = self._stretch(sequence, budget, rows)
-            if count and self._make_room(sequence, count):
+            if count and self._make_room(sequence, count):  # an admitted one has room
                 plan.append(Chunk(sequence, count))
                 budget -= count
                 rows -= len(sequence.to_score(count))

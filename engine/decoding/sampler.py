@@ -72,6 +72,8 @@ def choose(
     failed = _without_tokens(logits, sequences)
     if filling:
         failed = _mask(logits, sequences, filling) | failed
+    if failed:
+        logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
     chosen = draw(logits, how, positions, compiled=compiled)
     tokens: list[int] = (chosen if finite is None else chosen.where(finite, -1)).tolist()  # waits for the device
@@ -96,24 +98,18 @@ def _finite(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | No
 
 
 def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:
-    """Applies grammars, in place. Returns the rows for which no token is left, and why; ignore the logits of these."""
+    """Applies grammars, in place. Returns the rows for which no token is left, and why."""
     filling.wait()
     structured_output.apply(logits, filling)
-    failed = {row: dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
-    if failed:
-        logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
-    return failed
+    return {row: dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
 
 
 def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int, TandemError]:
-    """The rows in which the client's limits leave no token; ignore the logits of these."""
+    """The rows in which the client's limits leave no token."""
     limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
     if not limited:
         return {}
-    failed: dict[int, TandemError] = {row: nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
-    if failed:
-        logits[list(failed)] = 0.0  # as below
-    return failed
+    return {row: nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
 
 
 def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,7 @@ def adopt(model: nn.Module) -> str:
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
     """The weight `[n, k]` of a plain product, None of anything else."""
-    if type(layer) not in (nn.Linear, Conv1D):
-        return None
-    weight = modules.oriented(layer)
-    return weight if weight.dtype in trial.GAP and weight.numel() else None
+    return modules.weight_of(layer, trial.GAP)
 
 
 @torch.inference_mode()
@@ -77,11 +75,7 @@ def differs(layers: list[nn.Module]) -> str | None:
         kinds[weight.dtype, weight.shape, layer.bias is None] = layer
     for (dtype, shape, _), layer in kinds.items():
         what = f"product with a weight of {shape[0]} x {shape[1]} in {str(dtype).removeprefix('torch.')}"
-        try:
-            problem = _differs(layer, dtype, shape[1])
-        except (RuntimeError, TypeError, ValueError) as error:
-            return f"{what} fails: {str(error).strip().partition(chr(10))[0]}"
-        if problem:
+        if problem := trial.failing(partial(_differs, layer, dtype, shape[1])):
             return f"{what} {problem}"
     return None
 

@@ -39,6 +39,17 @@ def operator(signature: str) -> Callable[[Function], Function]:
     return register
 
 
+def power_of_two(size: int) -> int:
+    """The least one that is not smaller."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x [..., n]` as `[rows, n]`, the elements of a row side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
 @functools.cache
 def capability_of(device: torch.device) -> int:
     """Compute capability times 10; that of Hopper for Triton's interpreter."""

@@ -21,7 +21,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.gpu import product_kernels as kernels
-from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator
+from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, in_rows, operator, power_of_two
 
 FEW = 64  # maximum rows of a step with narrow tiles
 WIDE = 8192  # columns of a weight above which narrow tiles are twice as wide, with still enough programs
@@ -59,8 +59,8 @@ class Tiling:
 
     @property
     def launch(self) -> dict[str, int]:
-        """Of `kernels.linear`."""
-        sizes = {"ROWS": self.rows, "COLS": self.columns, "DEPTH": self.depth, "BAND": BAND}
+        """Of the kernels `linear`, `each_head` and `experts`."""
+        sizes = {"ROWS": self.rows, "COLS": self.columns, "DEPTH": self.depth}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -100,14 +100,14 @@ def linear(
     `beside [..., n]` after rounding. `widths`, two or three numbers whose sum is n, split the outputs into groups: the
     result `[rows * n]` then holds the groups one after the other."""
     n, k = weight.shape[0], x.shape[-1]
-    flat = _rows(x, k)
+    flat = in_rows(x)
     out = x.new_empty(flat.shape[0] * n) if widths else x.new_empty(*x.shape[:-1], n)
     rows = flat.shape[0]
     if rows == 0:
         return out
     capability = capability_of(x.device)
     tiling = Tiling.of(rows, n, x.dtype, capability, scaled.depth if scaled else None)
-    added = _rows(beside, n) if beside is not None else flat
+    added = in_rows(beside) if beside is not None else flat
     given = [each if each is not None else flat for each in (bias, added)]  # absent tensors are not read
     (scales, zeros, group, groups), of_format = of_codes(scaled, flat)
     first, second = (widths[0], widths[0] + widths[1]) if widths else (n, n)
@@ -119,8 +119,8 @@ def linear(
     kernels.linear[(cdiv(rows, tiling.rows) * cdiv(n, tiling.columns),)](
         *read, scales, zeros, *given, *outs, rows, n, first, second, k, group, flat.stride(0),
         *weight.stride(), groups, added.stride(0), n,
-        **tiling.launch, **of_format, WHOLE=k % tiling.depth == 0, BIAS=bias is not None,
-        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=_exact(x.dtype), DESCRIBED=described,
+        **tiling.launch, **of_format, BAND=BAND, WHOLE=k % tiling.depth == 0, BIAS=bias is not None,
+        BESIDE=beside is not None, SEVERAL=bool(widths), EXACT=exact(x.dtype), DESCRIBED=described,
     )  # fmt: skip
     return out
 
@@ -245,9 +245,9 @@ def siblings_over_codes(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
     """`x [..., n]` over its root mean square, times `weight [n]` + offset; `round_first` rounds before the product."""
     n = weight.numel()
-    flat = _rows(x, n)
+    flat = in_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, size = flat.shape[0], 1 << (n - 1).bit_length()
+    rows, size = flat.shape[0], power_of_two(n)
     if rows:
         tile = max(1, NORM_ELEMENTS // size)
         kernels.rms_norm[(cdiv(rows, tile),)](
@@ -270,8 +270,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
         return turned
     out = x.new_empty(tokens, heads, d)
-    size = 1 << max(half - 1, 0).bit_length()
-    tile = min(max(1, NORM_ELEMENTS // size), 1 << (heads - 1).bit_length())
+    size = power_of_two(half)
+    tile = min(max(1, NORM_ELEMENTS // size), power_of_two(heads))
     kernels.rotate[(tokens, cdiv(heads, tile))](
         x, cos, sin, out, heads, half, x.stride(2), x.stride(1), cos.stride(2), sin.stride(2), *out.stride()[:2],
         HEADS=tile, HALF=size, num_warps=4, enable_fp_fusion=False,
@@ -311,8 +311,8 @@ def heads(
         k_pages[blocks, slots], v_pages[blocks, slots] = key.to(k_pages.dtype), v[0].to(v_pages.dtype)
         return query
     out, kv_heads, v_size, half = q.new_empty(tokens, count, d), k.shape[2], v.shape[3], d // 2
-    sizes = [1 << max(size - 1, 0).bit_length() for size in (half, v_size)]
-    tile = min(max(1, NORM_ELEMENTS // max(sizes)), 1 << (kv_heads - 1).bit_length())
+    sizes = [power_of_two(size) for size in (half, v_size)]
+    tile = min(max(1, NORM_ELEMENTS // max(sizes)), power_of_two(kv_heads))
     weights = (q_weight, k_weight) if normed else (q, q)  # not read
     if tokens:
         kernels.place_heads[(tokens, cdiv(count, tile) + 2 * cdiv(kv_heads, tile))](
@@ -333,7 +333,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows, width, apart = 1, gate.numel(), (0, 0)
     if not (gate.is_contiguous() and up.is_contiguous()):
-        gate, up = _rows(gate, gate.shape[-1]), _rows(up, gate.shape[-1])
+        gate, up = in_rows(gate), in_rows(up)
         (rows, width), apart = gate.shape, (gate.stride(0), up.stride(0))
     if gate.numel():
         kernels.gated[(rows * cdiv(width, NORM_ELEMENTS),)](
@@ -347,11 +347,6 @@ def cdiv(number: int, unit: int) -> int:
     return -(-number // unit)
 
 
-def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    flat = x.reshape(-1, width)
-    return flat if flat.stride(1) == 1 or width == 1 else flat.contiguous()
-
-
-def _exact(dtype: torch.dtype) -> bool:
+def exact(dtype: torch.dtype) -> bool:
     """The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to."""
     return bool(dtype == torch.float32 or kernels.INTERPRETED)

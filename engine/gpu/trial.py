@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
+ERRORS = (RuntimeError, TypeError, ValueError)  # of a kernel that cannot be compiled, launched or called so
 TURN = 7  # shift of a trial's rows, so that each is computed at another position in its tile
 
 
@@ -20,6 +21,14 @@ def differs(found: torch.Tensor, expected: torch.Tensor, *, several: bool = Fals
     gap = ((found.float() - wide).abs() / size.sqrt()).max().item()
     allowed = GAP[found.dtype] * (2 if several else 1)
     return None if gap <= allowed else f"differs from torch's by {gap:.2g}"  # also for NaN
+
+
+def failing(check: Callable[[], str | None], errors: tuple[type[Exception], ...] = ERRORS) -> str | None:
+    """What a check finds, or how it fails."""
+    try:
+        return check()
+    except errors as error:
+        return f"fails: {str(error).strip().partition(chr(10))[0]}"
 
 
 def other_bits(

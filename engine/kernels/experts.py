@@ -10,7 +10,7 @@ before the originals are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,20 +119,19 @@ def plainly(stack: AnyStack, x: torch.Tensor, chosen: torch.Tensor, bias: torch.
     return out
 
 
-def found(model: nn.Module) -> Iterator[nn.Module]:
-    """The experts below `model` that the operators can serve, and do not yet."""
+def found(model: nn.Module, dtypes: Collection[torch.dtype] = DTYPES) -> Iterator[nn.Module]:
+    """The experts below `model` that operators for these types can serve, and do not yet."""
     for module in model.modules():
-        if has_stacks(module):
+        common = hasattr(module, "_apply_gate") and hasattr(type(module).forward, "__wrapped__")  # transformers' form
+        if not common or has_stacks(module):
             continue
         weights = [module._parameters.get(name) for name in names(module)]
-        if weights and all(each is not None and each.dim() == 3 and each.dtype in DTYPES for each in weights):
+        if all(each is not None and each.dim() == 3 and each.dtype in dtypes for each in weights):
             yield module
 
 
-def names(module: Any) -> tuple[str, ...]:
-    """The names of both parameters; none of a module without transformers' common form."""
-    if not hasattr(module, "_apply_gate") or not hasattr(type(module).forward, "__wrapped__"):
-        return ()
+def names(module: Any) -> tuple[str, str]:
+    """The names of both parameters, also of a module that is replaced."""
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 

@@ -7,7 +7,7 @@ isinstance checks give the same result.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, product
 from typing import Any
 
@@ -214,12 +214,12 @@ def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
             yield n, k, panels.dtype
 
 
-def weight_of(layer: nn.Module) -> torch.Tensor | None:
+def weight_of(layer: nn.Module, dtypes: Collection[torch.dtype] = DTYPES) -> torch.Tensor | None:
     """The weight [out, in] of a plain product whose type the operators serve, None of anything else."""
     if type(layer) not in (nn.Linear, Conv1D):
         return None
     weight = oriented(layer)
-    return weight if weight.dtype in DTYPES and weight.numel() > 0 else None
+    return weight if weight.dtype in dtypes and weight.numel() > 0 else None
 
 
 def oriented(layer: Any) -> torch.Tensor:

@@ -113,10 +113,7 @@ class KvCache:
     def _scales(self, offset: int, heads: range) -> torch.Tensor | None:
         if not self.quantised:
             return None
-        typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
-        size, stride = (self.num_blocks, self.block_size, len(heads)), (typed.shape[1], 1, self.block_size)
-        first = offset // typed.element_size() + heads.start * self.block_size
-        return torch.as_strided(typed, size, stride, storage_offset=first)
+        return self._window(self.buffer.view(dtype_named(self.layout.scale_dtype)), offset, heads, 1).squeeze(-1)
 
 
 def heads_of(fact: CallFacts) -> range:

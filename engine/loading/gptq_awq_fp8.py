@@ -195,14 +195,13 @@ class Weights:
 def read(files: list[Path], scheme: Scheme) -> Weights:
     """Opens the files of a checkpoint. Raises CheckpointRefused if its tensors contradict the scheme."""
     opened: list[Any] = [safe_open(file, framework="pt") for file in files]  # not typed
-    slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
+    tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
     if scheme.method == FP8:
-        products, taken = _blocks(slices, scheme)
+        products = _blocks(tensors, scheme)
     elif scheme.method == TORCHAO:
-        products, taken = _described(slices, opened)
+        products = _described(tensors, opened)
     else:
-        products, taken = _words(slices, scheme)
-    tensors: dict[str, Any] = {name: tensor for name, tensor in slices.items() if name not in taken}
+        products = _words(tensors, scheme)
     for name, product in products.items():
         if f"{name}.weight" in tensors:
             raise refused(scheme.method, f"has {name} twice, packed and as a plain weight")
@@ -212,11 +211,13 @@ def read(files: list[Path], scheme: Scheme) -> Weights:
     return Weights(scheme.method, tensors, products, opened)
 
 
-def _words(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
-    names = [name.removesuffix(".qweight") for name in slices if name.endswith(".qweight")]
-    parts = {name: {part: slices.get(f"{name}.{part}") for part in PARTS[scheme.method]} for name in names}
-    taken = {f"{name}.{part}" for name, tensors in parts.items() for part in tensors}
-    return {name: _product(name, tensors, scheme) for name, tensors in parts.items()}, taken
+# `_words`, `_blocks` and `_described` take the tensors of their products out of `tensors`.
+
+
+def _words(tensors: dict[str, Any], scheme: Scheme) -> dict[str, Product]:
+    names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    parts = {name: {part: tensors.pop(f"{name}.{part}", None) for part in PARTS[scheme.method]} for name in names}
+    return {name: _product(name, found, scheme) for name, found in parts.items()}
 
 
 def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
@@ -276,34 +277,28 @@ def _unpacked(words: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.
     return unpacked
 
 
-def _blocks(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
+def _blocks(tensors: dict[str, Any], scheme: Scheme) -> dict[str, Product]:
     """The products of an fp8 checkpoint."""
-    products, taken = {}, set()
-    for name, tensor in slices.items():
-        if not tensor.get_dtype().startswith("F8_E"):
-            continue
-        if not name.endswith(".weight") or f"{name}_scale_inv" not in slices:
+    products = {}
+    for name in [name for name, tensor in tensors.items() if tensor.get_dtype().startswith("F8_E")]:
+        if name.endswith("_scale_inv"):
+            continue  # scales as F8_E8M0, which are read with their weight
+        if not name.endswith(".weight") or f"{name}_scale_inv" not in tensors:
             raise refused(FP8, f"has no scales for {name}")
-        _check(FP8, name, tensor, _shape(tensor, 2, name), ("F8_E4M3",))
+        tensor, scales, layer = tensors.pop(name), tensors.pop(f"{name}_scale_inv"), name.removesuffix(".weight")
         (n, k), (high, wide) = _shape(tensor, 2, name), scheme.block
-        scales = slices[f"{name}_scale_inv"]
+        _check(FP8, name, tensor, (n, k), ("F8_E4M3",))
         _check(FP8, name, scales, (-(-n // high), -(-k // wide)), (*FLOATS, "F8_E8M0"))
-        products[name.removesuffix(".weight")] = Product(
-            name.removesuffix(".weight"),
-            partial(_plain, tensor),
-            None,
-            _for_rows(scales, high, n),
-            torch.arange(k) // wide,
-            wide,
-            fp8=True,
+        group_of = torch.arange(k) // wide
+        products[layer] = Product(
+            layer, partial(_plain, tensor), None, _for_rows(scales, high, n), group_of, wide, fp8=True
         )
-        taken |= {name, f"{name}_scale_inv"}
-    return products, taken
+    return products
 
 
-def _described(slices: dict[str, Any], opened: list[Any]) -> tuple[dict[str, Product], set[str]]:
+def _described(tensors: dict[str, Any], opened: list[Any]) -> dict[str, Product]:
     """The products of a torchao checkpoint."""
-    products, taken = {}, set()
+    products = {}
     for file in opened:
         metadata = file.metadata() or {}
         try:
@@ -315,13 +310,12 @@ def _described(slices: dict[str, Any], opened: list[Any]) -> tuple[dict[str, Pro
             raise refused(TORCHAO, f"does not describe its tensors as torchao does ({error!r:.80})") from error
         for name, (kind, data) in kinds.items():
             if kind != "Tensor" and name not in products:
-                products[name], parts = _of_torchao(name, kind, data, slices)
-                taken |= parts
-    return {name.removesuffix(".weight"): product for name, product in products.items()}, taken
+                products[name] = _of_torchao(name, kind, data, tensors)
+    return {name.removesuffix(".weight"): product for name, product in products.items()}
 
 
-def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, Any]) -> tuple[Product, set[str]]:
-    """One product of a torchao checkpoint, and the names of its tensors."""
+def _of_torchao(name: str, kind: str, data: dict[str, Any], tensors: dict[str, Any]) -> Product:
+    """One product of a torchao checkpoint."""
     if kind not in TORCHAO_CLASSES or not name.endswith(".weight"):
         raise refused(
             TORCHAO, f"has {name} as {kind}; served are weights of layers as {', '.join(sorted(TORCHAO_CLASSES))}"
@@ -330,7 +324,7 @@ def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, An
     if more:
         raise refused(TORCHAO, f"has {', '.join(more)} for {name}, and only weights are served quantised")
     at = f"{name.removesuffix('weight')}_weight_"
-    parts = {full_name.removeprefix(at): tensor for full_name, tensor in slices.items() if full_name.startswith(at)}
+    parts = {each.removeprefix(at): tensors.pop(each) for each in list(tensors) if each.startswith(at)}
     qdata, scale, zero_point = (parts.get(part) for part in ("qdata", "scale", "zero_point"))
     if qdata is None or scale is None or not parts.keys() <= {"qdata", "scale", "zero_point"}:
         raise refused(TORCHAO, f"has {', '.join(sorted(parts)) or 'nothing'} of {name}; required are qdata and scale")
@@ -347,9 +341,7 @@ def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, An
 
     layer, group_of = name.removesuffix(".weight"), torch.arange(k) // wide
     fp8 = kind == "Float8Tensor"
-    return Product(layer, partial(_plain, qdata), zeros, _for_rows(scale, high, n), group_of, wide, fp8), {
-        at + part for part in parts
-    }
+    return Product(layer, partial(_plain, qdata), zeros, _for_rows(scale, high, n), group_of, wide, fp8)
 
 
 def _plain(tensor: Any, outputs: slice, inputs: slice) -> torch.Tensor:

@@ -26,7 +26,7 @@ from engine.attention.forward_context import Batch, Step, running
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.loading.state_probe import ODD_ERRORS, Recorder, as_float, check_layers, inputs, watched
 from engine.runner.indexers import TOP_K, Indexer, Indexers, causal
-from engine.runner.mixers import named
+from engine.runner.mixers import named, over_tensors
 from tandem.errors import CheckpointRefused
 
 KNOWN_LAYERS = (DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer)
@@ -216,8 +216,5 @@ def _in_pieces(indexer: Indexer, given: dict[str, Any], device: torch.device) ->
 
 def _rows(value: Any, other: int, start: int, count: int) -> Any:
     """The rows of one token and of a piece, from a value for each token `[1, tokens, ...]`."""
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value[:, other : other + 1], value[:, start : start + count]], dim=1)
-    return (
-        type(value)(_rows(each, other, start, count) for each in value) if isinstance(value, (tuple, list)) else value
-    )
+    both = slice(other, other + 1), slice(start, start + count)
+    return over_tensors(lambda each: torch.cat([each[:, rows] for rows in both], dim=1), value)

@@ -135,7 +135,8 @@ def fitting(lora: Lora, name: str, folder: Path) -> Adapter:
 def check(model: ModelRunner) -> tuple[Adapter, self_check.Report]:
     """The self-check with random adapters in the slots, packed together with each other and the base. Leaves them
     there, for the verification of the recording; returns that in slot 0. Raises CheckpointRefused."""
-    lora = _lora(model)
+    lora = model.lora
+    assert lora is not None, "attach comes first"
     random = [_random(lora, seed, model.group) for seed in range(min(2, len(lora.slots)))]
     for slot, adapter in enumerate(random):
         lora.put(slot, adapter)
@@ -170,11 +171,6 @@ def _prove(lora: Lora) -> None:
                 f"the compiled operator for adapters of a weight of {place.height} x {place.width} in"
                 f" {lora.pool.dtype} differs from torch's"
             )
-
-
-def _lora(model: ModelRunner) -> Lora:
-    assert model.lora is not None, "attach comes first"
-    return model.lora
 
 
 def _places(model: ModelRunner, known: Sequence[Adapter], later_rank: int, cut: Cut | None) -> dict[str, Place]:

@@ -80,7 +80,7 @@ def load_model(
     served_by = serving(device) if kernels == "auto" else REFERENCE
     packer = _packer(device, served_by) if kernels == "auto" else None
     format = _format(weights, dtype, device, packer)
-    source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config))
+    source = Source(folder, files, config, dtype, quantized_checkpoint.read(files, config, method))
     wanted = Wanted(adapters or {}, adapter_slots, later_rank)
     module, part = _loaded(source, device, method, format, packer, group, say)
     del source
@@ -185,32 +185,26 @@ def _learn(
     learnt = attention_probe.learn_facts(module, operators and recurrences.available(module.device))
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     check_windows(module.config, reaches(learnt.calls), max_model_len)
-    if learnt.mixers:
-        say(str(learnt.mixers))
-        if adapters:
-            what = f"{type(module).__name__} has recurrent layers, beside which adapters are not served yet"
-            raise SettingsError(what, field="adapters", bound="none for this model")
-        if group is not None:
-            what = f"{type(module).__name__} has recurrent layers, whose states are not divided among ranks yet"
-            raise SettingsError(what, field="tp", bound="1 for this model")
-    if learnt.indexers:
-        say(str(learnt.indexers))
-        _check_with_indexers(module, next(module.parameters()).device, kv_dtype, group, adapters)
+    for layers, has in ((learnt.mixers, "recurrent layers"), (learnt.indexers, "sparse indexers")):
+        if layers:
+            say(str(layers))
+            _check_settings(module, has, module.device, kv_dtype, group, adapters)
     return learnt
 
 
-def _check_with_indexers(
-    module: PreTrainedModel, device: torch.device, kv_dtype: KvDtype, group: RankGroup | None, adapters: bool
+def _check_settings(
+    module: PreTrainedModel, has: str, device: torch.device, kv_dtype: KvDtype, group: RankGroup | None, adapters: bool
 ) -> None:
-    """Raises SettingsError for settings that are not served with sparse indexers."""
+    """Raises SettingsError for settings that are not served with recurrent layers, or with sparse indexers."""
+    indexed = has == "sparse indexers"
     for asked, field, value, bound in (
-        (device.type != "cpu", "device", f"a device of type {device.type}", "cpu"),
-        (kv_dtype != "auto", "kv_dtype", f"KV in {kv_dtype}", "auto"),
+        (device.type != "cpu" and indexed, "device", f"a device of type {device.type}", "cpu"),
+        (kv_dtype != "auto" and indexed, "kv_dtype", f"KV in {kv_dtype}", "auto"),
         (group is not None, "tp", "several ranks", "1"),
         (adapters, "adapters", "adapters", "none"),
     ):
         if asked:
-            what = f"{type(module).__name__} has sparse indexers, with which {value} cannot be served yet"
+            what = f"{type(module).__name__} has {has}, with which {value} cannot be served yet"
             raise SettingsError(what, field=field, bound=f"{bound} for this model")
 
 

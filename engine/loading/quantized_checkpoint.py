@@ -86,15 +86,13 @@ def _refused(why: str) -> CheckpointRefused:
     return packing_scheme.refused(METHOD, why)
 
 
-def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | None:
-    """The tensors of a checkpoint that transformers does not unpack here; None if it reads the files itself.
+def read(files: list[Path], config: PreTrainedConfig, method: str | None) -> gptq_awq_fp8.Weights | None:
+    """The tensors of a checkpoint that transformers does not unpack here; None if it reads the files itself. `method`:
+    as `check` has it.
 
     Removes the quantisation from the config, so that transformers reads the checkpoint as one that is not quantised.
     """
-    if (
-        getattr(config, "quantization_config", None) is None
-        or _quantization(config)["quant_method"] not in packing_scheme.METHODS
-    ):
+    if method not in packing_scheme.METHODS:
         return None
     weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_quantization(config)))
     del config.quantization_config

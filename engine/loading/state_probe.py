@@ -37,7 +37,7 @@ from engine.kernels import exact
 from engine.kv.kv_cache import layout_of
 from engine.kv.kv_cache_spec import RecurrentState, StateFacts
 from engine.kv.state_memory import Key, StateMemory
-from engine.runner.mixers import Mixer, Mixers, named
+from engine.runner.mixers import Mixer, Mixers, named, over_tensors
 from engine.runner.recurrences import one_formula, one_function, with_operators
 from tandem.errors import CheckpointRefused
 
@@ -357,23 +357,15 @@ def inputs(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def as_float(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.is_floating_point() else value
-    return type(value)(map(as_float, value)) if isinstance(value, (tuple, list)) else value
+    return over_tensors(lambda each: each.float() if each.is_floating_point() else each, value)
 
 
 def _rows(value: Any, start: int, count: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[:, start : start + count]
-    return type(value)(_rows(each, start, count) for each in value) if isinstance(value, (tuple, list)) else value
+    return over_tensors(lambda each: each[:, start : start + count], value)
 
 
 def _after(value: Any, more: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value, more], dim=1)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_after(*each) for each in zip(value, more, strict=True))
-    return value
+    return over_tensors(lambda *each: torch.cat(each, dim=1), value, more)
 
 
 def _flat(result: Any) -> torch.Tensor:

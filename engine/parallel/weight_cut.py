@@ -129,8 +129,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> Cut:
         if style in SUMMED:
             _hook(own, name, partial(_sum, group, own.sites))
         elif style in CUT:
-            parent, _, leaf = name.rpartition(".")
-            _product(own, module, style, (name, leaf, modules[parent]))
+            _product(own, module, style, name, modules[name.rpartition(".")[0]])
     _check_layers(model, own.done)
     _vocabulary(own, model, modules)
     own.shapes.update((name, model.get_parameter(name).shape) for name in own.parts)
@@ -157,56 +156,41 @@ def _check_layers(model: PreTrainedModel, done: Counter[str]) -> None:
         )
 
 
-def _share(count: int, group: RankGroup, name: str, first: int = 0) -> tuple[int, int]:
-    """This rank's stretch of `count` rows or columns that begin at `first`."""
-    if count % group.size:
-        raise CheckpointRefused(f"{name} has {count} rows or columns, which {group.size} ranks cannot share")
-    return first + group.rank * (count // group.size), count // group.size
-
-
-def _even(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
-    return Part(dim, (_share(shape[dim], group, name),))
-
-
-def _packed(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
-    """The part of two weights that are concatenated along `dim`."""
-    half, odd = divmod(shape[dim], 2)
+def _part(shape: torch.Size, dim: int, group: RankGroup, name: str, weights: int = 1) -> Part:
+    """This rank's part of a weight, or of two that are concatenated along `dim`."""
+    each, odd = divmod(shape[dim], weights)
     if odd:
         raise CheckpointRefused(f"{name} has {shape[dim]} rows or columns, which are not two weights in one")
-    return Part(dim, (_share(half, group, name), _share(half, group, name, half)))
+    if each % group.size:
+        raise CheckpointRefused(f"{name} has {each} rows or columns, which {group.size} ranks cannot share")
+    own = each // group.size
+    return Part(dim, tuple((weight * each + group.rank * own, own) for weight in range(weights)))
 
 
 def _bare(own: Cut, weight: torch.Tensor, style: str, name: str) -> None:
     """Cuts a parameter that is not a product's: [experts, out, in], or one number for each head or column."""
-    rows = max(weight.ndim - 2, 0)
-    if style == "colwise":
-        own.parts[name] = _even(weight.shape, rows, own.group, name)
-    elif style == "packed_colwise":
-        own.parts[name] = _packed(weight.shape, rows, own.group, name)
-    elif style == "rowwise" and weight.ndim > 1:
-        own.parts[name] = _even(weight.shape, weight.ndim - 1, own.group, name)
-    elif style == "packed_rowwise" and weight.ndim > 1:
-        own.parts[name] = _packed(weight.shape, weight.ndim - 1, own.group, name)
+    dim = {"colwise": max(weight.ndim - 2, 0), "rowwise": weight.ndim - 1}.get(style.removeprefix("packed_"))
+    if dim is not None and (weight.ndim > 1 or style.endswith("colwise")):
+        own.parts[name] = _part(weight.shape, dim, own.group, name, 2 if style.startswith("packed_") else 1)
     elif style in CUT:
         raise CheckpointRefused(f"{name} {list(weight.shape)} is not what Tandem cuts by {style}")
 
 
-def _product(own: Cut, module: nn.Module, style: str, where: tuple[str, str, nn.Module]) -> None:
-    name, leaf, parent = where
+def _product(own: Cut, module: nn.Module, style: str, name: str, parent: nn.Module) -> None:
     if type(module) is not nn.Linear:
         raise CheckpointRefused(f"{name} is a {type(module).__name__}; Tandem cuts plain linear layers by {style}")
     group, shape = own.group, module.weight.shape
     if style in GATHERED:
         if shape[0] % group.size:  # such as the head of an odd vocabulary: whole on every rank
             return
-        part = _even(shape, 0, group, name)
+        part = _part(shape, 0, group, name)
         _hook(own, name, partial(_gather, group, own.sites))
     elif style == "packed_colwise":
-        part = _packed(shape, 0, group, name)
+        part = _part(shape, 0, group, name, 2)
     elif style == "colwise":
-        part = _columns_out(own, module, (name, leaf, parent))
+        part = _columns_out(own, module, name, parent)
     elif style == "rowwise" or style in SPLIT:
-        part = _even(shape, 1, group, name)
+        part = _part(shape, 1, group, name)
         if module.bias is not None and group.rank > 0:  # once in the sum
             own.meet.append(partial(_no_bias, name))
         if style in SPLIT:
@@ -219,16 +203,15 @@ def _product(own: Cut, module: nn.Module, style: str, where: tuple[str, str, nn.
         own.parts[f"{name}.bias"] = part
 
 
-def _columns_out(own: Cut, module: nn.Linear, where: tuple[str, str, nn.Module]) -> Part:
+def _columns_out(own: Cut, module: nn.Linear, name: str, parent: nn.Module) -> Part:
     """The part of a product whose output stays cut. Attention's are cut between heads, and note the KV heads."""
-    name, leaf, parent = where
-    group, shape = own.group, module.weight.shape
+    group, shape, leaf = own.group, module.weight.shape, name.rpartition(".")[2]
     dim = getattr(parent, "head_dim", None)
     attends = hasattr(parent, "is_causal") or hasattr(parent, "num_key_value_groups")
     if attends and leaf not in BY_HEADS:
         raise CheckpointRefused(f"the plan cuts {name}, of whose rows Tandem does not know how they follow heads")
     if leaf not in KV or not isinstance(dim, int):
-        return _even(shape, 0, group, name)
+        return _part(shape, 0, group, name)
     heads, rest = divmod(shape[0], dim)
     if rest or (heads % group.size and group.size % heads):
         raise CheckpointRefused(f"{name} has {heads} KV heads, which {group.size} ranks cannot share evenly")
@@ -249,7 +232,7 @@ def _vocabulary(own: Cut, model: PreTrainedModel, modules: dict[str, nn.Module])
         return
     name = names[id(table)]
     own.sites += 1
-    own.parts[f"{name}.weight"] = part = _even(table.weight.shape, 0, own.group, name)
+    own.parts[f"{name}.weight"] = part = _part(table.weight.shape, 0, own.group, name)
     own.meet.append(partial(_look_up_part, name, own.group, own.sites, part.stretches[0]))
 
 

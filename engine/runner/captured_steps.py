@@ -231,8 +231,6 @@ def unfit(model: ModelRunner, pages: KvCache) -> str | None:
     if model.kernels != REFERENCE and model.dtype in (torch.float32, torch.bfloat16):
         return "latent pages" if model.latent else None
     kernel = model.cuda_kernel
-    if kernel is None and not model.facts:
-        return None
     if kernel is None:
         return "attention by the reference plans each step on the host" if model.facts else None
     reasons = [kernel.refusal(fact, pages.dtype, pages.block_size) for fact in model.facts]

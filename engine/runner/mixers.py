@@ -18,7 +18,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -247,21 +247,29 @@ def _calls(batch: Batch, by_token: bool, device: torch.device) -> Iterator[tuple
             yield rows[:, token : token + 1], slots, previous or token > 0
 
 
+def over_tensors(change: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """An argument with each of its tensors changed, those in tuples and lists too. `change` gets the tensor and what
+    `others`, of the same form, have in its place."""
+    if isinstance(value, torch.Tensor):
+        return change(value, *others)
+    if isinstance(value, (tuple, list)):
+        return type(value)(over_tensors(change, *each) for each in zip(value, *others, strict=True))
+    return value
+
+
 def pick(value: Any, rows: torch.Tensor, total: int) -> Any:
     """The given rows of a value for each packed token: `[1, total, ...]` becomes `[n, tokens, ...]`."""
-    if isinstance(value, torch.Tensor):
-        assert value.shape[:2] == (1, total), f"an argument of shape {tuple(value.shape)} for {total} packed tokens"
-        return value[0][rows.to(value.device)]
-    if isinstance(value, (tuple, list)):
-        return type(value)(pick(each, rows, total) for each in value)
-    return value
+
+    def picked(each: torch.Tensor) -> torch.Tensor:
+        assert each.shape[:2] == (1, total), f"an argument of shape {tuple(each.shape)} for {total} packed tokens"
+        return each[0][rows.to(each.device)]
+
+    return over_tensors(picked, value)
 
 
 def _turned(value: Any) -> Any:
     """`[1, n, ...]` as `[n, 1, ...]`, and back: a view."""
-    if isinstance(value, torch.Tensor):
-        return value.transpose(0, 1)
-    return type(value)(map(_turned, value)) if isinstance(value, (tuple, list)) else value
+    return over_tensors(lambda each: each.transpose(0, 1), value)
 
 
 def _packed_like(value: Any, total: int) -> Any:

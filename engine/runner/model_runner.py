@@ -233,10 +233,10 @@ class ModelRunner:
             self.ranks.close()
 
     def choose_attention(self) -> str:
-        """Tries the CUDA kernels for attention over pages; returns a line about the chosen one."""
+        """Tries the CUDA kernel for attention over pages; returns a line about it."""
         kept, absorbed = element_dtype(self.kv_dtype), mla.find_products(self.module, self.facts)
         self.cuda_kernel, line = kernel_choice.choose(
-            self.facts, self.dtype, self.block_size, self.device, paged.attend, self.max_model_len, kept, absorbed
+            self.facts, self.dtype, self.block_size, self.device, self.max_model_len, kept, absorbed
         )
         return line
 
@@ -251,8 +251,6 @@ class ModelRunner:
         attends = self.cuda_kernel is not None or not self.facts
         if not attends or not self.cuda_products:
             return "Triton's attention and products do not both serve" if self.device.type == "cuda" else ""
-        if self.cuda_kernel is not None and not hasattr(self.cuda_kernel, "tiles"):
-            return f"{self.cuda_kernel.name} is no operator"
         kept = element_dtype(self.kv_dtype) or self.dtype
         kernel: Any = self.cuda_kernel  # there is one where there are calls
         refused = {kernel.refusal(fact, kept, self.block_size) for fact in self.facts} - {None}

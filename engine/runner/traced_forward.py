@@ -93,9 +93,8 @@ def inputs(step: Step) -> tuple[torch.Tensor, ...]:
 
 def _tiles(step: Step) -> dict[Any, Any]:
     """Of attention on CUDA, by their key in a step's plans."""
-    kernel: Any = step.cuda_kernel if not step.compiled else None
-    tiles: dict[Any, Any] = {} if kernel is None else kernel.tiles(step, step.facts)
-    return tiles
+    kernel = step.cuda_kernel if not step.compiled else None
+    return {} if kernel is None else kernel.tiles(step, step.facts)
 
 
 def install(model: ModelRunner) -> str:

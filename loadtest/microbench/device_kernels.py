@@ -28,7 +28,6 @@ import torch
 import typer
 from torch import nn
 
-from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
 from engine.attention.mla import Expanded
 from engine.core.engine_config import EngineConfig
@@ -105,7 +104,7 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
     kernel = TritonAttention(LONGEST, EXPANDED)
     if refused := kernel.refusal(fact, kept or dtype, BLOCK_SIZE):
         return f"wrong: refused because of {refused}"
-    problem = kernel_choice.differs(kernel, [fact], dtype, BLOCK_SIZE, device, paged.attend, kept)
+    problem = kernel_choice.differs(kernel, [fact], dtype, BLOCK_SIZE, device, kept)
     return _line(problem, "equal within roundings")
 
 

@@ -158,7 +158,6 @@ def each_head(architecture: int, n: int, k: int, *, few: bool, dtype: torch.dtyp
     tiling = latent.tiling_of(1 if few else MANY, n, dtype, architecture)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
-    del launch["BAND"]
     if (most := latent.most_registers(dtype)) is not None:
         options |= {"maxnreg": most}
     fixed = {"WHOLE": k % tiling.depth == 0, "EXACT": dtype == torch.float32, "w_col" if n > k else "w_depth": 1}
@@ -189,7 +188,7 @@ def product(
     fixed = {"WHOLE": k % tiling.depth == 0, "w_depth": 1, "BIAS": True, "BESIDE": not several}
     fixed |= {"EXACT": dtype == torch.float32, "FORMAT": products.FORMATS.get(format, 0)}
     fixed |= {"GROUPED": format == "int4", "ZEROS": format == "int4", "SEVERAL": several}
-    fixed |= {"DESCRIBED": described}
+    fixed |= {"DESCRIBED": described, "BAND": products.BAND}
     own = NAMES[dtype]
     types = dict.fromkeys(("x", "weight", "bias", "beside", "out", "second", "third"), own)
     types |= {"scales": "*fp32", "zeros": "*u8"}
@@ -223,7 +222,6 @@ def experts(
     tiling = operators.tiling(count * rows, count, n, dtype, architecture, depth)
     launch = tiling.launch
     options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
-    del launch["BAND"]
     fixed: dict[str, Any] = {"WHOLE": k % tiling.depth == 0, "BIAS": bias, "EXACT": dtype == torch.float32}
     fixed |= {"FORMAT": products.FORMATS.get(format, 0), "GROUPED": group > 0, "ZEROS": format == "int4"}
     fixed["w_col" if transposed else "w_depth"] = 1

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import engine.engine
 import engine.run_ahead
-from engine.attention.forward_context import Batch
+from engine.attention.forward_context import Batch, Step
 from engine.decoding import new_tokens
 from engine.engine import Engine
 from engine.kv.kv_cache import KvCache
+from engine.kv.kv_cache_spec import CallFacts, SlidingWindowSpec
 from engine.run_ahead import Tokens
 from engine.runner.captured_steps import Call
 from engine.runner.model_runner import ModelRunner
@@ -29,20 +30,15 @@ def checked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
     *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    cu_seq_q: torch.Tensor,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor,
-    num_splits: int,
+    scale: float,
+    window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """`varlen_attn` over pages: refuses what the kernels refuse, and computes the rest in plain PyTorch, by the
-    conventions of torch's documentation.
+    """Attention over pages in plain PyTorch, of keys from `window_size[0]` before a query to `window_size[1]` after it,
+    -1: all.
 
     `query [total, heads, d]`, `key` and `value` `[blocks, block_size, kv_heads, d]`.
     """
@@ -51,24 +47,14 @@ def checked(
     assert block_table.dtype == torch.int32
     assert block_table.stride(-1) == query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert key.shape == value.shape
-    assert query.shape[2] == key.shape[3] <= 256
-    assert query.shape[2] % 8 == 0
-    assert all(stride * 2 % 16 == 0 for stride in (*key.stride()[:-1], *value.stride()[:-1])), "16 bytes at a time"
+    assert query.shape[2] == key.shape[3]
     sequences, groups = len(seqused_k), query.shape[1] // key.shape[2]
     assert cu_seq_q.shape == (sequences + 1,)
     assert block_table.shape[0] == sequences
-    assert enable_gqa or groups == 1
-    assert isinstance(window_size, tuple)
-    assert num_splits == 1
-    if cu_seq_k is not None:
-        assert cu_seq_k.dtype == torch.int32
-        assert cu_seq_k.tolist() == [0, *seqused_k.cumsum(0).tolist()]
-        assert key.shape[1] % 256 == 0
     out = torch.full_like(query, torch.nan)
     for index in range(sequences):
         start, end, used = int(cu_seq_q[index]), int(cu_seq_q[index + 1]), int(seqused_k[index])
-        assert 0 < end - start <= max_q
-        assert used <= max_k
+        assert start < end
         blocks = block_table[index, : -(-used // key.shape[1])].long()
         k, v = (pages[blocks].flatten(0, 1)[:used].float().repeat_interleave(groups, 1) for pages in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), k) * scale
@@ -81,6 +67,23 @@ def checked(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
     return out
+
+
+class Kernel:
+    """A CUDA kernel without CUDA, by default a right one. It serves neither sinks nor softcaps."""
+
+    name, absorbed = "stand-in", None
+
+    def __init__(self, function: Callable[..., torch.Tensor] = checked) -> None:
+        self.function = function
+
+    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+        return "sinks" if facts.sinks else "softcap" if facts.softcap is not None else None
+
+    def attend(self, query: Any, keys: Any, values: Any, scales: Any, step: Step, facts: CallFacts, *_: Any) -> Any:
+        window = facts.reach.window - 1 if isinstance(facts.reach, SlidingWindowSpec) else -1
+        lens = {"cu_seq_q": step.cu_seq_q, "seqused_k": step.seqused_k, "block_table": step.block_table}
+        return self.function(query, keys, values, **lens, scale=facts.scaling, window_size=(window, 0))
 
 
 # Operators that read a number on the host, have a size that depends on values, or make a tensor of host numbers.

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen as torch_varlen
 
 from engine import kernels
 from engine.attention.forward_context import Batch
@@ -18,7 +17,6 @@ from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine
-from engine.gpu.attention.varlen import FA3
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_cache_spec import CallFacts
 from engine.loading.model_loader import load_model
@@ -27,7 +25,7 @@ from engine.runner.captured_steps import Call, Decode, Uncapturable, buckets, op
 from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import TINY
 from tandem.sampling import Sampling
-from tests.engine.stand_ins import Asked, Streams, checked
+from tests.engine.stand_ins import Asked, Kernel, Streams
 
 CPU = torch.device("cpu")
 BLOCKS, BLOCK_SIZE, LONGEST, MOST = 24, 4, 30, 6
@@ -275,14 +273,11 @@ def test_what_plans_on_the_host_is_not_captured(checkpoint: Callable[[str], Path
             made(by_reference, pages)
 
 
-def test_varlen_attention_serves_recorded_steps(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on CUDA: no compiled operators, attention by `varlen_attn` with the static tensors as its arguments."""
-    monkeypatch.setattr(torch_varlen, "varlen_attn", checked)
+def test_a_cuda_kernel_serves_captured_steps(checkpoint: Callable[[str], Path]) -> None:
+    """As on CUDA: no compiled operators, attention by a kernel with the static tensors as its arguments."""
     path = str(checkpoint("tiny-qwen3-sliding"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
-    model.cuda_kernel = FA3
+    model.cuda_kernel = Kernel()
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     decode, rng = made(model, pages), random.Random(3)
     noise(pages)
@@ -407,8 +402,8 @@ def test_a_step_with_quantised_kv_asks_the_device_for_nothing(
 
 
 SERVED = [
-    *("gemma3-text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen2-moe"),
-    *("qwen2-moe-sliding", "qwen2-sliding", "qwen3", "qwen3-moe", "qwen3-sliding"),
+    *("gemma2", "gemma3-text", "gpt-oss", "gpt2", "llama", "llama4-text", "mistral", "mixtral", "olmo2", "opt"),
+    *("phi3", "qwen2", "qwen2-moe", "qwen2-moe-sliding", "qwen2-sliding", "qwen3", "qwen3-moe", "qwen3-sliding"),
 ]
 
 
@@ -416,13 +411,11 @@ SERVED = [
 def test_a_recorded_step_asks_the_device_for_nothing(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward neither waits for a value nor copies one from the host, so that it can be captured. Families whose
-    attention `varlen_attn` has no argument for are left out."""
-    monkeypatch.setattr(torch_varlen, "varlen_attn", lambda query, *given, **named: torch.zeros_like(query))
+    """The forward neither waits for a value nor copies one from the host, so that it can be captured."""
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in inference mode the watch does not see `item`
     path = str(checkpoint(f"tiny-{family}"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
-    model.cuda_kernel = FA3
+    model.cuda_kernel = Nothing()
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     assert (captured_steps.unfit(model, pages) is None) == (family in SERVED)
     if family not in SERVED:

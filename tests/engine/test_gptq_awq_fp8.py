@@ -7,6 +7,7 @@ place one integer after the other. The reference is transformers' model with the
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,7 @@ AWQ: dict[str, dict[str, Any]] = {
 FP8: dict[str, dict[str, Any]] = {
     "fp8": {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 32]},
     "fp8-cut-blocks": {"activation_scheme": "dynamic", "weight_block_size": [40, 24]},
+    "fp8-e8m0": {"activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]},
 }
 FOUR = {"_type": "torch.dtype", "_data": "int4"}
 TORCHAO: dict[str, dict[str, Any]] = {
@@ -81,8 +83,8 @@ DENSE = {"gptq-8-asymmetric"}  # not representable in our formats
 FORMATS = {
     "gptq-4": "int4", "gptq-4-one-group": "int4", "gptq-4-cut-group": "int4", "gptq-4-act-order": "int4",
     "gptq-4-asymmetric": "int8", "gptq-4-all": "int8", "gptq-8": "int8", "gptq-2": "int4", "awq": "int8",
-    "awq-old-names": "int8", "awq-symmetric": "int4", "fp8": "fp8", "fp8-cut-blocks": "fp8", "torchao-int8": "int8",
-    "torchao-int4": "int4", "torchao-int4-asymmetric": "int8", "torchao-fp8": "fp8",
+    "awq-old-names": "int8", "awq-symmetric": "int4", "fp8": "fp8", "fp8-cut-blocks": "fp8", "fp8-e8m0": "fp8",
+    "torchao-int8": "int8", "torchao-int4": "int4", "torchao-int4-asymmetric": "int8", "torchao-fp8": "fp8",
 }  # fmt: skip
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -106,7 +108,7 @@ def word_rows(integers: torch.Tensor, bits: int, order: tuple[int, ...]) -> torc
 def rounded(weight: torch.Tensor, how: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
     """The packed tensors of a weight [n, k], and the weight that they represent."""
     if how["quant_method"] == "fp8":
-        return rounded_to_fp8(weight, how["weight_block_size"])
+        return rounded_to_fp8(weight, how["weight_block_size"], how.get("scale_fmt") == "ue8m0")
     if how["quant_method"] == "torchao":
         return rounded_by_torchao(weight, how["quant_type"]["default"])
     n, k = weight.shape
@@ -147,7 +149,8 @@ def rounded(weight: torch.Tensor, how: dict[str, Any]) -> tuple[Tensors, torch.T
     }, dense
 
 
-def rounded_to_fp8(weight: torch.Tensor, block: list[int]) -> tuple[Tensors, torch.Tensor]:
+def rounded_to_fp8(weight: torch.Tensor, block: list[int], powers: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """With `powers` each scale is a power of two, stored as its exponent."""
     n, k = weight.shape
     high, wide = block
     scales = torch.zeros(-(-n // high), -(-k // wide))
@@ -156,9 +159,11 @@ def rounded_to_fp8(weight: torch.Tensor, block: list[int]) -> tuple[Tensors, tor
         for j in range(scales.shape[1]):
             at = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
             scales[i, j] = weight[at].abs().max() / 448
+            if powers:
+                scales[i, j] = 2.0 ** math.ceil(math.log2(scales[i, j]))
             codes[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn)
             dense[at] = codes[at].float() * scales[i, j]
-    return {"weight": codes, "weight_scale_inv": scales}, dense
+    return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu) if powers else scales}, dense
 
 
 def rounded_by_torchao(weight: torch.Tensor, recipe: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:

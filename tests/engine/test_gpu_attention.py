@@ -172,13 +172,13 @@ def test_control_one_key_too_many_or_too_few_is_noticed(twist: str, monkeypatch:
     """At load, where a kernel that differs from the reference serves nothing."""
     facts = call(reach=SlidingWindowSpec(40))
     kind = kernel_choice.__dict__  # the trial uses the kernel as it serves
-    monkeypatch.setitem(kind, "candidates", lambda *_: iter([KERNEL]))
+    monkeypatch.setitem(kind, "candidate", lambda *_: KERNEL)
     assert KERNEL.split_keys == 64
-    chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, paged.attend, 4096)
+    chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, 4096)
     assert (chosen, line) == (KERNEL, "cuda (triton)")
     by = 1 if twist == "_plus" else -1
     monkeypatch.setattr(paged_attention, "kind", lambda reach: (attention_kernels.WINDOW, reach.window + by))
-    chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, paged.attend, 4096)
+    chosen, line = kernel_choice.choose((facts,), torch.float32, 16, CPU, 4096)
     assert chosen is None
     assert "triton differs from it" in line
 

@@ -144,8 +144,8 @@ def test_control_with_parts_that_follow_from_the_step_the_bits_differ(monkeypatc
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
     """At load, on a machine with this kernel."""
-    monkeypatch.setattr(kernel_choice, "candidates", lambda *_: iter([KERNEL]))
-    return kernel_choice.choose((call(),), torch.float32, 16, CPU, paged.attend, 1024, None, SIZES)
+    monkeypatch.setattr(kernel_choice, "candidate", lambda *_: KERNEL)
+    return kernel_choice.choose((call(),), torch.float32, 16, CPU, 1024, None, SIZES)
 
 
 def test_the_trial_takes_latents_and_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,7 @@ def on_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes
     made = make_checkpoint(folder / family, f"tiny-{family}", dtype="float32", **small, **changes)
     model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            kernel_choice, "candidates", lambda _, longest, absorbed: iter([TritonAttention(longest, absorbed)])
-        )
+        patch.setattr(kernel_choice, "candidate", lambda _, longest, absorbed: TritonAttention(longest, absorbed))
         assert model.choose_attention() == "cuda (triton)"
     assert layers.adopt(model.module).startswith(layers.NAME)
     model.cuda_products = True
@@ -265,7 +263,7 @@ def test_a_model_expands_nothing_and_its_step_is_recorded(tmp_path: Path, monkey
 def test_a_model_without_attention_calls_says_so() -> None:
     """Nothing is tried for it, and nothing prevents its steps from being captured for attention's sake."""
     line = "reference, because the model has no attention"
-    assert kernel_choice.choose((), torch.bfloat16, 16, CPU, paged.attend, 1024) == (None, line)
+    assert kernel_choice.choose((), torch.bfloat16, 16, CPU, 1024) == (None, line)
     without: Any = SimpleNamespace(lora=None, kernels=REFERENCE, cuda_kernel=None, facts=())
     assert captured_steps.unfit(without, without) is None
 

@@ -161,15 +161,15 @@ def test_each_layer_is_planned_with_its_own_kv_heads(tmp_path: Path, monkeypatch
 
 def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 takes rank 1's columns of one product."""
-    even = weight_cut._even
+    part_of = weight_cut._part
 
-    def wrong(shape: torch.Size, dim: int, group: RankGroup, name: str) -> Part:
-        part = even(shape, dim, group, name)
+    def wrong(shape: torch.Size, dim: int, group: RankGroup, name: str, weights: int = 1) -> Part:
+        part = part_of(shape, dim, group, name, weights)
         if name != "model.layers.1.self_attn.o_proj":
             return part
         return Part(dim, ((shape[dim] // 2, shape[dim] // 2),))
 
-    monkeypatch.setattr(weight_cut, "_even", wrong)
+    monkeypatch.setattr(weight_cut, "_part", wrong)
 
 
 def other_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_control_without_the_proof_mamba_1_in_chunks_is_wrong(
 
 def test_what_is_not_served_beside_recurrent_layers_is_refused(checkpoint: Checkpoint) -> None:
     """Adapters, by a sentence that says why."""
-    with pytest.raises(SettingsError, match="recurrent layers, beside which adapters"):
+    with pytest.raises(SettingsError, match="recurrent layers, with which adapters"):
         load(checkpoint("tiny-lfm2"), later_rank=4)
 
 

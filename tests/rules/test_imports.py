@@ -105,10 +105,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("kvtransfer", "tandem", "services.grpc_server", "services.kv_links", "engine.parallel.rank_group"),
     },
     "loadtest.scenarios": {"loadtest.scenarios", "loadtest.loadgen", "loadtest.harness", *MEASURED, *STARTED},
-    "loadtest.scenarios.scale_registry": {
-        *("loadtest.harness", "tandem", "cluster.state.job_journal", "cluster.state.registry"),
-        "cluster.state.embedded_valkey",
-    },
     "loadtest.scenarios.pool_bench": {
         *("loadtest.scenarios", "loadtest.loadgen", "loadtest.harness", *MEASURED, *STARTED),
         *("cluster.supervision.worker_process", "cluster.supervision.reconcile_plan"),

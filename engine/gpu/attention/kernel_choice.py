@@ -1,19 +1,18 @@
-"""Chooses the CUDA kernel for attention over pages by a trial at load, on the device and shapes that it will serve.
+"""Decides by a trial at load, on the device and shapes to be served, whether the CUDA kernel attends over pages.
 
-A kernel that differs from the reference is not used; calls that the chosen one refuses take the reference path.
+A kernel that differs from the reference is not used; calls that the kernel refuses take the reference path.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
+from engine.attention import paged
 from engine.attention.forward_context import Batch, CudaKernel, Step
 from engine.attention.mla import Expanded, Expander, expander_of
-from engine.gpu.attention import varlen
-from engine.gpu.attention.varlen import Varlen
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts, SlidingWindowSpec
@@ -24,20 +23,14 @@ GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02,
 LONGEST = 700  # context of the trial without a window: several tiles of keys
 NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
 
-Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
 
+def candidate(device: torch.device, max_model_len: int, absorbed: Expanded | None) -> CudaKernel | None:
+    """Tandem's own kernels, if they can run here; the trial says whether they serve."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from engine.gpu.attention.paged_attention import TritonAttention  # torch for CPU does not bring Triton
 
-def candidates(device: torch.device, max_model_len: int, absorbed: Expanded | None) -> Iterator[CudaKernel]:
-    """Tandem's own kernels first: they serve every reach, head size and KV dtype, in blocks of any size."""
-    if device.type != "cuda":
-        return
-    if importlib.util.find_spec("triton") is not None:
-        # torch for CUDA brings Triton, the one for CPU does not
-        from engine.gpu.attention.paged_attention import TritonAttention
-
-        yield TritonAttention(max_model_len, absorbed)
-    if (kernel := varlen.available(device)) is not None:
-        yield kernel
+    return TritonAttention(max_model_len, absorbed)
 
 
 def choose(
@@ -45,7 +38,6 @@ def choose(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    reference: Reference,
     max_model_len: int,
     kept: torch.dtype | None = None,
     absorbed: Expanded | None = None,
@@ -54,21 +46,18 @@ def choose(
     quantised elements in pages; `absorbed`: what a product makes of latents in pages, if one expands them."""
     if not facts:
         return None, f"{REFERENCE}, because the model has no attention"
-    problems: list[str] = []
-    for kernel in candidates(device, max_model_len, absorbed):
-        reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
-        refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
-        served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
-        problem = differs(kernel, served, dtype, block_size, device, reference, kept) if served else None
-        if served and problem is None:
-            rest = f", {REFERENCE} for {len(facts) - reasons.count(None)} of {len(facts)} calls because of {refused}"
-            return kernel, f"{NAME} ({kernel.name}){rest if refused else ''}"
-        problems.append(f"{kernel.name} {problem}" if problem else f"of {refused}")
-        if isinstance(kernel, Varlen):
-            varlen.forget(kernel)
-    if not problems:
-        return None, f"{REFERENCE}, because the device is {device.type}"
-    return None, f"{REFERENCE}, because {', and because '.join(problems)}"
+    kernel = candidate(device, max_model_len, absorbed)
+    if kernel is None:
+        why = "Triton is not installed" if device.type == "cuda" else f"the device is {device.type}"
+        return None, f"{REFERENCE}, because {why}"
+    reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
+    refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
+    served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
+    problem = differs(kernel, served, dtype, block_size, device, kept) if served else None
+    if not served or problem is not None:
+        return None, f"{REFERENCE}, because {f'{kernel.name} {problem}' if problem else f'of {refused}'}"
+    rest = f", {REFERENCE} for {len(facts) - reasons.count(None)} of {len(facts)} calls because of {refused}"
+    return kernel, f"{NAME} ({kernel.name}){rest if refused else ''}"
 
 
 @torch.inference_mode()
@@ -78,7 +67,6 @@ def differs(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    reference: Reference,
     kept: torch.dtype | None = None,
 ) -> str | None:
     """Compares the kernel with the reference in float32 on random pages. Returns what is wrong, or None."""
@@ -99,7 +87,7 @@ def differs(
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
             given = (query.float(), exact.k[0], exact.v[0], scales, exact_step, fact)
-            expected = reference(*given, sinks=sinks, expand=expand)
+            expected = paged.attend(*given, sinks=sinks, expand=expand)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
             gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN

@@ -382,6 +382,3 @@ def merge(
     token = tl.load(starts + sequence).to(tl.int64)
     where = out + token * o_token + head * o_head + one[:, None] + v_at[None, :]
     tl.store(where, row.to(out.dtype.element_ty), mask=there)
-
-
-INTERPRETED = not isinstance(attend, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

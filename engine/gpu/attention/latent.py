@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from engine.attention.mla import Expanded
 from engine.gpu import layers, trial
 from engine.gpu import product_kernels as kernels
 from engine.gpu.operators import AMPERE, BLACKWELL, HOPPER, capability_of
-from engine.gpu.products import Tiling, cdiv
+from engine.gpu.products import Tiling, cdiv, exact
 from engine.kv.kv_cache_spec import CallFacts
 
 
@@ -48,11 +49,10 @@ def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return out
     x = x if x.stride(2) == 1 else x.contiguous()
     tiling = tiling_of(tokens, n, x.dtype, capability_of(x.device))
-    launch = {name: number for name, number in tiling.launch.items() if name != "BAND"}
     kernels.each_head[(cdiv(tokens, tiling.rows), cdiv(n, tiling.columns), heads)](
         x, weight, out, tokens, n, k, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        **launch, maxnreg=most_registers(x.dtype), WHOLE=k % tiling.depth == 0,
-        EXACT=x.dtype == torch.float32 or kernels.INTERPRETED,
+        **tiling.launch, maxnreg=most_registers(x.dtype), WHOLE=k % tiling.depth == 0,
+        EXACT=exact(x.dtype),
     )  # fmt: skip
     return out
 
@@ -79,18 +79,14 @@ def differs(fact: CallFacts, sizes: Expanded, dtype: torch.dtype, generator: tor
     """What is wrong with the two products of this attention call; None if nothing is."""
     weight = random_weight(fact, sizes, dtype, generator)
     own = weight.float().view(fact.heads, -1, fact.k_dim)
-    for what, width, multiply, exact in (
+    for what, width, multiply, wide in (
         ("queries", sizes.plain, lambda x: absorbed(x, weight), own[:, : sizes.plain]),
         ("values", fact.k_dim, lambda x: expanded(x, weight, sizes.plain), own[:, sizes.plain :].transpose(1, 2)),
     ):
         shape = (layers.ROWS[-1], fact.heads, width)
         x = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-        expected = (x.float().transpose(0, 1) @ exact).transpose(0, 1)
-        try:
-            problem = _wrong(multiply, x, expected)
-        except (RuntimeError, TypeError, ValueError) as error:
-            problem = f"fails: {str(error).strip().partition(chr(10))[0]}"
-        if problem:
+        expected = (x.float().transpose(0, 1) @ wide).transpose(0, 1)
+        if problem := trial.failing(partial(_wrong, multiply, x, expected)):
             return f"product of latents' {what} {problem}"
     return None
 

@@ -23,9 +23,10 @@ import torch
 
 from engine.attention.forward_context import Scales, Step
 from engine.attention.mla import Expanded
-from engine.gpu.attention.kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
+from engine.gpu.attention.kernels import CHUNK, FULL, WINDOW, attend, merge
 from engine.gpu.attention.latent import absorbed, expanded
-from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator, ops
+from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator, ops, power_of_two
+from engine.gpu.products import exact
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 
 NAME = "triton"
@@ -100,11 +101,6 @@ def rows_of(facts: CallFacts, pages: torch.Tensor) -> int:
     if large == 128 and (size == 4 or (size == 1 and capability >= BLACKWELL)):
         rows = 32
     return rows
-
-
-def power_of_two(number: int) -> int:
-    """The least one that is not smaller."""
-    return 1 << (number - 1).bit_length()
 
 
 def padded_group(facts: CallFacts, pages: torch.Tensor) -> int:
@@ -304,8 +300,7 @@ def constants(
         "SOFTCAP": facts.softcap is not None,
         "SCALED": pages.dtype.itemsize == 1,
         "FP8": pages.dtype == torch.float8_e4m3fn,
-        # The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to.
-        "EXACT": dtype == torch.float32 or INTERPRETED,
+        "EXACT": exact(dtype),
         "LATENT": facts.latent,
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -35,7 +36,7 @@ ROWS_OF_GATE = 16  # of the trial of a gate
 MOST_CHOSEN = 8  # experts of a row in the trial
 SOME = (1, 5, 200)  # row counts of the trial; that of experts has those with the next kinds of tiles, too
 MEANS = (16, products.FEW)  # rows of an expert, above which it has larger tiles
-ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+ERRORS = (*trial.ERRORS, IndexError, AttributeError)  # those of transformers' own code, too
 _GATE = "_tandem_gate"  # (limit, alpha, interleaved) of experts that are gated as gpt-oss's
 _SIZES = "_tandem_sizes"  # numbers of a module, which a recording takes for constants
 
@@ -60,7 +61,7 @@ def adopt(model: nn.Module) -> str:
 def _marked(what: str, found: list[nn.Module], replacement: type, differs: Callable[[Any], str | None]) -> str:
     kinds = {_kind(each): each for each in found}
     for module in kinds.values():
-        if problem := _problem_of(module, differs):
+        if problem := trial.failing(partial(differs, module), ERRORS):
             why = f"Triton's {type(module).__name__} {problem}"
             log.warning("torch's %s serve, with bits that may follow from a token's batch: %s", what, why)
             for each in found:
@@ -70,13 +71,6 @@ def _marked(what: str, found: list[nn.Module], replacement: type, differs: Calla
         sizes = kinds[_kind(module)].__dict__[_SIZES]
         module.__dict__.update({_SIZES: sizes, modules.REPLACEMENT: replacement})
     return f"{len(found)} {what}"
-
-
-def _problem_of(module: nn.Module, differs: Callable[[Any], str | None]) -> str | None:
-    try:
-        return differs(module)
-    except ERRORS as error:
-        return f"fails: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
@@ -89,11 +83,7 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def found_experts(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        weights = [module._parameters.get(name) for name in experts.names(module)]
-        served = all(each is not None and each.dim() == 3 and each.dtype in trial.GAP for each in weights)
-        if weights and served and not getattr(module, "_is_expert_parallel", False):
-            yield module
+    return experts.found(model, trial.GAP)
 
 
 class Experts(Compiled):
@@ -109,7 +99,7 @@ class Experts(Compiled):
 
 def compute(module: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """What the module computes, from x `[tokens, k]`, and each token's experts and their shares `[tokens, each]`."""
-    sizes, names = module.__dict__[_SIZES], experts_names(module)
+    sizes, names = module.__dict__[_SIZES], experts.names(module)
     stacks: Any = experts.stacks_of(module)  # of engine/gpu/codes.py
     plan = ops.experts_plan.default(x, chosen, sizes[0][0], stacks[0].depth if stacks else None)
 
@@ -165,11 +155,6 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return (ours != theirs).float().mean().item() < 0.02 and torch.allclose(ours, theirs, rtol=2**-6, atol=1e-3)
 
 
-def experts_names(module: Any) -> tuple[str, str]:
-    """Of its parameters, also of a module that is replaced."""
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-
-
 class Adopter(experts.Adopter):
     """Of experts over codes. They were proven equal to their weights when they were packed; here, what the module makes
     of them is."""
@@ -187,7 +172,7 @@ class Adopter(experts.Adopter):
         super().adopt(module, both)
 
     def prove(self, module: nn.Module) -> None:
-        if problem := _problem_of(module, _differs_from_experts):
+        if problem := trial.failing(partial(_differs_from_experts, module), ERRORS):
             raise CheckpointRefused(
                 f"Triton's {type(module).__name__} over codes {problem}; serve the unquantised checkpoint with"
                 " weights = checkpoint"

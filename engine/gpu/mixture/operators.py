@@ -20,8 +20,7 @@ import torch
 
 from engine.gpu.mixture import kernels
 from engine.gpu.operators import capability_of, operator
-from engine.gpu.product_kernels import INTERPRETED
-from engine.gpu.products import FORMATS, Scaled, Tiling, cdiv, of_codes
+from engine.gpu.products import FORMATS, Scaled, Tiling, cdiv, exact, of_codes
 
 CHUNK = 1024  # pairs that a program of the plan looks at at a time
 TALL = 128  # pairs of a tile, at most
@@ -118,14 +117,12 @@ def _multiplied(
         return out
     own = tiling(pairs, count, n, x.dtype, capability_of(x.device), scaled.depth if scaled else None)
     many = tiles(pairs, count, own.rows)
-    launch = own.launch
-    del launch["BAND"]
     (scales, zeros, group, groups), of_format = of_codes(scaled, flat)
     kernels.experts[(many * cdiv(n, own.columns),)](
         flat, weight, scales, zeros, flat if bias is None else bias, plan, out, pairs, many, n, k, group,
         pairs // len(flat), flat.stride(0), *weight.stride(), groups, 0 if bias is None else bias.stride(0),
-        **launch, **of_format, WHOLE=k % own.depth == 0, BIAS=bias is not None,
-        EXACT=x.dtype == torch.float32 or INTERPRETED,
+        **own.launch, **of_format, WHOLE=k % own.depth == 0, BIAS=bias is not None,
+        EXACT=exact(x.dtype),
     )  # fmt: skip
     return out
 

@@ -215,6 +215,3 @@ def short_convolution_step(
         else:
             tl.store(next + place, now, mask=used)
     tl.store(y + sequence * channels + channel, activated(sums, now, SILU), mask=used)
-
-
-INTERPRETED = not isinstance(gated_delta, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine.gpu.operators import operator
+from engine.gpu.operators import in_rows, operator, power_of_two
 from engine.gpu.recurrent import norm_kernels as kernels
 from engine.kernels.replacement import Compiled
 
@@ -43,8 +43,8 @@ class Gated(NamedTuple):
 def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`x [..., n]` in float32 times 1 / sqrt(sum of its squares + eps)."""
     assert x.dtype == torch.float32, "of float32"
-    flat, out = _flat(x), torch.empty(x.shape, device=x.device)
-    rows, size = flat.shape[0], _power(x.shape[-1])
+    flat, out = in_rows(x), torch.empty(x.shape, device=x.device)
+    rows, size = flat.shape[0], power_of_two(x.shape[-1])
     tile = max(1, ELEMENTS // size)
     if out.numel():
         kernels.unit[(-(-rows // tile),)](
@@ -73,8 +73,8 @@ def gated_norm(
     assert n % groups == 0, f"{groups} groups of {n}"
     dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    flat, gates = _flat(x), _flat(gate)
-    rows, size = flat.shape[0] * groups, _power(n // groups)
+    flat, gates = in_rows(x), in_rows(gate)
+    rows, size = flat.shape[0] * groups, power_of_two(n // groups)
     tile = max(1, ELEMENTS // size)
     if out.numel():
         kernels.gated[(-(-rows // tile),)](
@@ -149,14 +149,3 @@ class GatedNorm(Compiled):
         else:
             out = torch.ops.tandem_gpu.gated_norm.default(hidden_states, gate, weight, *self.__dict__[NORM])
         return out
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Rows, the elements of each side by side."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.gpu.operators import operator
+from engine.gpu.operators import operator, power_of_two
 from engine.gpu.recurrent import (
     kernels,
     norms,  # noqa: F401  (makes its operators known)
@@ -38,13 +38,8 @@ TOKENS, CHANNELS = 8, 128  # of a tile of the convolution
 
 def tile(summed: int, others: int) -> tuple[int, int]:
     """The sizes of a program's tile for a state of `summed` x `others` elements: the whole summed dimension."""
-    whole = power(summed)
-    return whole, min(max(LEAST, STATE // whole), power(others))
-
-
-def power(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
+    whole = power_of_two(summed)
+    return whole, min(max(LEAST, STATE // whole), power_of_two(others))
 
 
 def warps(summed: int, columns: int) -> int:
