@@ -299,10 +299,10 @@ def _unlike_orders(pools: Pools) -> list[str]:
     for worker in pools:
         if worker.sum_order:
             orders.setdefault(worker.model, {}).setdefault(worker.sum_order, []).append(worker.worker_id)
-    return [_advice(of_model) for of_model in orders.values() if len(of_model) > 1]
+    return [_advice_on_orders(of_model) for of_model in orders.values() if len(of_model) > 1]
 
 
-def _advice(orders: Mapping[str, list[str]]) -> str:
+def _advice_on_orders(orders: Mapping[str, list[str]]) -> str:
     names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
     one_order = "the setting sum_order, and equal sizes (--tp), make them agree"
     cure = "plain PyTorch matches no other" if "torch" in orders else one_order

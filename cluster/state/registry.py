@@ -101,7 +101,9 @@ class WorkerRecord:
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     backlog: int = 0  # prompt tokens still to be computed; of a router, those of requests that wait for a placement
     begun: int = 0  # requests received by this incarnation: each changes the record, which routers then read
-    arrived: int = 0  # of a router: prompt tokens to be computed since its start, of refused requests too
+    arrived: int = (
+        0  # of a router: prompt tokens to be computed since its start: of clients, also refused, and of placed jobs
+    )
     beat: float = 0.0  # unix seconds on the worker's clock
 
     def age(self) -> float:

@@ -68,18 +68,17 @@ class Generation:
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
         span = self._tracing.request(message, self._model, headers)
         timeline = RequestTimeline(arrived, span)
-        job = resume.counted if is_job else None
-        with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span, job) as account, span:
+        prompt_count = resume.prompt_count if is_job else None
+        with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span, prompt_count) as account, span:
             tenant = tenant or self._rate_limits.who(authorization)
             account.tenant = tenant.name
             request = await self._build(message, tenant, default_max_tokens, fixed=is_job)
             timeline.admitted()
             account.admitted(request)
             self._poison.check(request)
-            account.goes_on = resume.counted.tokens or bool(resume.deltas)
+            account.goes_on = resume.prompt_count.done or bool(resume.deltas)
             request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
             request.is_job = is_job
-            request.again, resume.counted.arrived = resume.counted.arrived, True
             left = request.choices - len(resume.ended)
             # The tokens of a job are charged by services/router/frontend/jobs_service.py.
             charged = (

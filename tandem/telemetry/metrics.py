@@ -91,6 +91,7 @@ class Request:
     and the error's reason are known at its end."""
 
     complete = False
+    begun = False  # by a worker
     outcome, reason = "ok", ""
 
 
@@ -179,8 +180,8 @@ class RouterMetrics(Metrics):
 
     @contextmanager
     def request(self, *, is_job: bool = False) -> Iterator[Request]:
-        """Counts one request, from its arrival to its end, however it ends. A job's attempt that waits has not
-        ended."""
+        """Counts one request, from its arrival to its end, however it ends. A job's attempt that found no room
+        does not count."""
         began = monotonic()
         self._inflight.inc()
         outcome, reason = "ok", ""
@@ -188,7 +189,7 @@ class RouterMetrics(Metrics):
         try:
             yield request
         except TandemError as error:
-            outcome, reason = outcomes.of_request(error, is_job=is_job), error.reason
+            outcome, reason = outcomes.of_request(error, is_job=is_job, begun=request.begun), error.reason
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "ok" if request.complete else "cancelled"

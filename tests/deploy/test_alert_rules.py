@@ -198,6 +198,10 @@ CASES = [
         "TandemTtftBudgetBurn", "most are late",
         requests(DAYS, ok=60) + histogram(TTFT, "2.5", 60, 6, DAYS), *WINDOWS,
     ),
+    burn(
+        "TandemTtftBudgetBurn", "few clients among many jobs",
+        requests(DAYS, ok=60) + histogram(TTFT, "2.5", 0.004, 0, DAYS),
+    ),
     burn("TandemTtftBudgetBurn", "few are late", requests(DAYS, ok=60) + histogram(TTFT, "2.5", 60, 59, DAYS)),
     burn(
         "TandemTpotBudgetBurn", "most are slow",

@@ -377,27 +377,27 @@ async def test_a_jobs_first_token_is_nobodys_wait(is_job: bool, goes_on: bool) -
 
 
 class Remembering(Saying):
-    """A scheduler that remembers which requests asked again."""
+    """A scheduler that remembers whose request it placed."""
 
     @asynccontextmanager
-    async def placed(self, *about: Any, again: bool, **more: Any) -> AsyncIterator[Placement]:
-        self.again = again
+    async def placed(self, *about: Any, is_job: bool, **more: Any) -> AsyncIterator[Placement]:
+        self.is_job = is_job
         async with super().placed(*about, **more) as placement:
             yield placement
 
 
-@pytest.mark.parametrize("again", [True, False])
-async def test_the_scheduler_knows_which_jobs_ask_again(again: bool) -> None:
-    """Their prompts have arrived already."""
+@pytest.mark.parametrize("is_job", [True, False])
+async def test_the_scheduler_knows_which_requests_are_jobs(is_job: bool) -> None:
+    """Their prompts arrive when they are placed."""
     parts: Any = Remembering([said(3, 6), ENDED])
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     asked.sampling.max_tokens = 1
     request = build_request(asked, Tokenizer(None, None), MODEL)
-    request.again = again
+    request.is_job = is_job
     reader = OutputReader(Detokenizer(Tokenizer(None, None)), request)
     completion = Completion(request, RequestTimeline(monotonic()), reader, OutputQueue(), parts)
     await CompletionRunner(Settings(model="toy"), parts, parts, parts, parts).run(completion, monotonic() + 10.0)
-    assert parts.again is again
+    assert parts.is_job is is_job
 
 
 @pytest.mark.parametrize("refusal", [Busy("no place became free"), NoWorker("no decode worker was ready")])

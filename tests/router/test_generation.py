@@ -12,7 +12,7 @@ import pytest
 from services.router.execution.request_account import EndedRequests, RequestAccounts
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.generation import Generation
-from services.router.preprocess.request import Counted, Request, ResumeState, build_request
+from services.router.preprocess.request import PromptCount, Request, ResumeState, build_request
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.tenancy.api_keys import ApiKey
@@ -65,28 +65,23 @@ class Router:
                 pass
 
 
-async def test_a_waiting_jobs_attempts_are_no_refused_requests() -> None:
-    """It asks again until there is room."""
+@pytest.mark.parametrize("begun", [False, True], ids=["waits", "begun"])
+async def test_a_waiting_jobs_attempts_are_no_refused_requests(begun: bool) -> None:
+    """It asks again until there is room. One that a worker began, as one of several answers, is a pause."""
     router = Router(Busy("x", reason="OVERLOADED"), Busy("x", reason="QUEUE_TIMEOUT"))
+    router.executor.attempts = int(begun)
     for _ in range(2):
         await router.attempt(ResumeState())
-    assert not [key for key, value in values(router.metrics).items() if key[0] == "tandem_requests_total" and value]
-
-
-async def test_the_first_attempt_of_a_job_that_comes_to_the_scheduler_brings_its_prompt() -> None:
-    """The others bring nothing new. The control is another job."""
-    router, counted = Router(*[Busy("x")] * 3), Counted()
-    for resume in (ResumeState(counted=counted), ResumeState(counted=counted), ResumeState()):
-        await router.attempt(resume)
-    assert [request.again for request in router.executor.requests] == [False, True, False]
+    counted = {key[1]: value for key, value in values(router.metrics).items() if key[0] == "tandem_requests_total"}
+    assert {outcome for outcome, value in counted.items() if value} == ({"cancelled"} if begun else set())
     assert all(request.is_job for request in router.executor.requests)
 
 
 async def test_a_jobs_prompt_is_its_tenants_once() -> None:
     """However many of its attempts fail after workers began with it; those that found no worker's room do not count.
     The control is another job."""
-    router, counted = Router(Busy("x"), Unavailable("x"), Unavailable("x"), Unavailable("x")), Counted()
-    for number, resume in enumerate([*[ResumeState(counted=counted) for _ in range(3)], ResumeState()]):
+    router, count = Router(Busy("x"), Unavailable("x"), Unavailable("x"), Unavailable("x")), PromptCount()
+    for number, resume in enumerate([*[ResumeState(prompt_count=count) for _ in range(3)], ResumeState()]):
         router.executor.attempts = min(number, 1)
         await router.attempt(resume)
         found = values(router.metrics).get(("tandem_tenant_tokens_total", "prompt", "acme"), 0)

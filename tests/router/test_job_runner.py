@@ -172,8 +172,8 @@ async def test_attempts_of_a_job_know_what_was_counted_of_its_prompt() -> None:
     known: list[bool] = []
 
     async def generate(*about: Any, resume: ResumeState, **more: Any) -> AsyncIterator[Any]:
-        known.append(resume.counted.arrived)
-        resume.counted.arrived = True
+        known.append(resume.prompt_count.done)
+        resume.prompt_count.done = True
         yield finished(0)
 
     runner = runner_of(model_of(GIVEN(generate=generate)), Journal())

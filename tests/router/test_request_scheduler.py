@@ -556,16 +556,19 @@ async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
         await asyncio.wait({waits})
 
 
-async def test_a_job_that_asks_again_has_arrived_once() -> None:
-    """It asks until there is room, and is one prompt, also where it finds room or a worker refuses it in the end."""
+async def test_a_jobs_prompt_arrives_when_it_is_placed() -> None:
+    """Until then it asks again. Counted while they ask, a thousand jobs would look like a burst, and later like
+    nothing."""
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     async with AsyncExitStack() as stack:
         for _ in range(2):
             await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
-        for again in (False, True, True):
-            await refusal(scheduler, 1000, ttft_s=2.5, again=again)
+        for _ in range(3):
+            await refusal(scheduler, 1000, ttft_s=2.5, is_job=True)
+        assert scheduler.arrived == 2000
+    async with scheduler.placed(1000, 1010, 60.0, is_job=True):
         assert scheduler.arrived == 3000
-    async with scheduler.placed(1000, 1010, 60.0, again=True) as placement:
+    async with scheduler.placed(1000, 1010, 60.0, is_job=True) as placement:
         scheduler.rejected(placement)
     assert scheduler.arrived == 3000
 

@@ -277,7 +277,16 @@ def test_each_transfer_is_counted_once_by_how_it_ended(
 def test_the_first_failures_are_growth_to_prometheus() -> None:
     """A series that appears with 40 has not grown; one that was 0 has. Also of a full cluster's refusals."""
     router, worker = values(of_router()), values(of_worker())
-    for reason in ("NO_WORKER", "DECODE_LOST", "DIGEST_MISMATCH", "RESUME_FAILED", "DEADLINE_EXCEEDED", "INTERNAL"):
+    for reason in (
+        "NO_WORKER",
+        "DECODE_UNREACHABLE",
+        "NOT_SENT",
+        "DECODE_LOST",
+        "DIGEST_MISMATCH",
+        "RESUME_FAILED",
+        "DEADLINE_EXCEEDED",
+        "INTERNAL",
+    ):
         assert router["tandem_requests_total", "failed", reason] == 0
     for reason in ("OVERLOADED", "QUEUE_TIMEOUT", "BUSY"):
         assert router["tandem_requests_total", "refused", reason] == 0

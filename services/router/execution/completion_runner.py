@@ -102,7 +102,7 @@ class CompletionRunner:
             functools.partial(self._prefixes.holders, prompt),
             tenant=request.tenant,
             priority=request.priority,
-            again=request.again,
+            is_job=request.is_job,
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
             begun=bool(request.generated),

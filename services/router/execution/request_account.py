@@ -18,7 +18,7 @@ from typing import NamedTuple
 import structlog
 
 from services.router.execution.request_timeline import RequestTimeline
-from services.router.preprocess.request import Counted, Request
+from services.router.preprocess.request import PromptCount, Request
 from tandem.telemetry.metrics import TTFT_BUCKETS, RouterMetrics
 from tandem.telemetry.outcomes import WAITS
 from tandem.telemetry.tracing import Span
@@ -53,9 +53,9 @@ class EndedRequests:
 class RequestAccount:
     """One request in progress."""
 
-    def __init__(self, request_id: str, timeline: RequestTimeline, job: Counted | None) -> None:
+    def __init__(self, request_id: str, timeline: RequestTimeline, prompt_count: PromptCount | None) -> None:
         self.request_id = request_id
-        self.job = job  # None: a client's request
+        self.prompt_count = prompt_count  # None: not of a job
         self.tenant = ""
         self.adapter = ""
         self.prompt_tokens = 0
@@ -88,18 +88,19 @@ class RequestAccounts:
 
     @contextmanager
     def open(
-        self, request_id: str, timeline: RequestTimeline, span: Span, job: Counted | None = None
+        self, request_id: str, timeline: RequestTimeline, span: Span, prompt_count: PromptCount | None = None
     ) -> Iterator[RequestAccount]:
         """`request_id`: the client's, used until the request was checked. A job's attempt that found no room leaves no
-        account: JobRunner logs it, and makes it again."""
-        account = RequestAccount(request_id, timeline, job)
+        account: JobRunner logs it, and makes it again unless the job's time is over."""
+        account = RequestAccount(request_id, timeline, prompt_count)
         counted = None
         try:
-            with self._metrics.request(is_job=job is not None) as counted:
+            with self._metrics.request(is_job=prompt_count is not None) as counted:
                 try:
                     yield account
                 finally:
                     counted.complete = account.complete
+                    counted.begun = timeline.attempts > 0 or account.tokens > 0
         finally:
             if counted is not None and counted.outcome != WAITS:
                 self._close(account, counted.outcome, counted.reason, monotonic() - timeline.arrived, span.trace_id)
@@ -107,11 +108,11 @@ class RequestAccounts:
     def _close(self, account: RequestAccount, outcome: str, reason: str, seconds: float, trace_id: str) -> None:
         ended, tokens, ttft = self._ended, account.tokens, account.ttft
         self._metrics.ended(account.tenant, outcome, account.new_prompt_tokens, tokens)
-        if account.job and account.new_prompt_tokens:
-            account.job.tokens = True
+        if account.prompt_count and account.new_prompt_tokens:
+            account.prompt_count.done = True
         ended.outcomes[outcome] += 1
         ended.tokens += tokens
-        if ttft is not None and account.job is None:
+        if ttft is not None and account.prompt_count is None:
             ended.ttft[bisect_left(TTFT_BUCKETS, ttft)] += 1
         if outcome in ("failed", "refused"):
             ended.failures.append(

@@ -20,7 +20,7 @@ from cluster.state.job_journal import JobJournal, JobRecord, Kept
 from cluster.state.job_journal import JobState as State
 from cluster.state.registry import WorkerRecord
 from services.router.models import Model, Models
-from services.router.preprocess.request import Counted, ResumeState
+from services.router.preprocess.request import PromptCount, ResumeState
 from services.router.preprocess.served_model import ModelFacts
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.errors import (
@@ -61,7 +61,7 @@ class _Running:
     kept: jobs_pb2.KeptJob
     delay_s: float = MIN_RETRY_S
     charged: bool = False  # whether its prompt was charged to its tenant
-    counted: Counted = field(default_factory=Counted)
+    prompt_count: PromptCount = field(default_factory=PromptCount)
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
     homeless_since: float | None = None  # since when its model is unknown or another one, see MAX_HOMELESS_S
 
@@ -200,7 +200,7 @@ class JobRunner:
         except NotFound as error:  # of a model that an upgrade adds: routers with it will run the job
             raise _homeless(job, error.message) from error
         key = self._rate_limits.named(job.kept.tenant)
-        stored = ResumeState(counted=job.counted)
+        stored = ResumeState(prompt_count=job.prompt_count)
         async for page in self._journal.pages(job.record.job_id):
             stored.add(generation_pb2.GenerateResponse.FromString(entry.event) for entry in page)
         stored.adapter_fingerprint = stored.adapter_fingerprint or job.kept.adapter_fingerprint

@@ -51,7 +51,6 @@ class Request:
     priority: int = 0  # the smaller, the more urgent
     ttft_s: float | None = None  # a first token later than this is useless to the client
     is_job: bool = False  # no client waits for its first token
-    again: bool = False  # an earlier attempt of its job has brought the prompt to the scheduler
     notes: list[str] = field(default_factory=list)
     reading: Reading | None = None  # of the answer's parts; None: it is only text
 
@@ -96,18 +95,20 @@ class Request:
 
 
 @dataclass(slots=True)
-class Counted:
-    """What a job's attempts at this router have counted of its prompt, which counts once."""
+class PromptCount:
+    """Whether an attempt of a job at this router has counted the prompt among its tenant's tokens."""
 
-    arrived: bool = False  # by the scheduler, among what arrived
-    tokens: bool = False  # among its tenant's tokens
+    done: bool = False
 
 
 class ResumeState:
-    """The stored state of a job's earlier attempts, by completion, and the fingerprint of its adapter."""
+    """What is stored of a job's earlier attempts, by completion, and the fingerprint of its adapter; and what this
+    router counted of them."""
 
-    def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = (), counted: Counted | None = None) -> None:
-        self.counted = counted or Counted()
+    def __init__(
+        self, events: Iterable[generation_pb2.GenerateResponse] = (), prompt_count: PromptCount | None = None
+    ) -> None:
+        self.prompt_count = prompt_count or PromptCount()
         self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
         self.ended: set[int] = set()
         self.adapter_fingerprint = b""

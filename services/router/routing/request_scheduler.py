@@ -50,7 +50,7 @@ class RequestScheduler:
         self._workers = WorkerTable(config)
         self._avoided: dict[tuple[Incarnation, Incarnation], float] = {}  # (decode, prefill) -> until when
         self._queue_timeout_s = queue_timeout_s
-        self.arrived = 0  # prompt tokens to be computed that have arrived, refused ones included, of a job once
+        self.arrived = 0  # prompt tokens to be computed that have arrived, refused ones included
         self._queue: FairQueue[WaitingRequest] = FairQueue()
         self._constrained = ConstrainedQueue(self._queue)
         self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while the queue was not empty
@@ -71,7 +71,7 @@ class RequestScheduler:
         *,
         tenant: str = "",
         priority: int = 0,
-        again: bool = False,
+        is_job: bool = False,
         ttft_s: float | None = None,
         spent_s: float = 0.0,
         begun: bool = False,
@@ -83,9 +83,9 @@ class RequestScheduler:
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
         `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate.
-        `begun_with`: see Begun. Where a job asks `again`, its prompt has arrived already. A suspected poison request
-        begins `alone`: on a decode worker, which computes its prompt. `unsuited` cannot serve this request; they are
-        used only if no other is ready, now or after a rest.
+        `begun_with`: see Begun. The prompt of a job, which asks again, arrives when it is placed. A suspected poison
+        request begins `alone`: on a decode worker, which computes its prompt. `unsuited` cannot serve this request and
+        are used only if no other is ready, now or after a rest.
 
         Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
         actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
@@ -102,7 +102,7 @@ class RequestScheduler:
             begun_with=begun_with,
             cached=cached,
             holders=holders,
-            again=again,
+            is_job=is_job,
             alone=alone,
             unsuited=unsuited,
         )
@@ -129,7 +129,7 @@ class RequestScheduler:
         self._dispatch()
 
     def waiting(self) -> int:
-        """The number of requests that wait for a place."""
+        """The number of answers that wait for a place."""
         return len(self._queue) + len(self._constrained)
 
     def waiting_tokens(self) -> int:
@@ -205,9 +205,11 @@ class RequestScheduler:
         queued += self._constrained.tokens_before(waiting, self._workers.decodes)
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
         holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
-        wait_s, own_s, new = expected_wait(pools.decodes, pools.prefills, waiting.tokens, queued, holders, cached)
-        waiting.computed = 0 if waiting.again else new
-        self.arrived += waiting.computed
+        wait_s, own_s, waiting.computed = expected_wait(
+            pools.decodes, pools.prefills, waiting.tokens, queued, holders, cached
+        )
+        if not waiting.is_job:
+            self.arrived += waiting.computed
         if len(self._places) >= MIN_SAMPLES and before:
             every = (monotonic() - self._places[0]) / len(self._places)
             wait_s = max(wait_s, every * (before + 1))
@@ -335,6 +337,8 @@ class RequestScheduler:
         waiting.placement = placement
         self._placed[id(placement)] = waiting
         waiting.placed.set()
+        if waiting.is_job:
+            self.arrived += waiting.computed
         if not self._constrained.place(waiting):  # it was in the queue
             if self._queue:
                 self._places.append(monotonic())

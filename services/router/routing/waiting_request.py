@@ -24,8 +24,8 @@ class WaitingRequest(Waiting):
     placement: Placement | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     alone: bool = False
-    again: bool = False  # its prompt was counted among what arrived, by an earlier attempt of its job
-    computed: int = 0  # prompt tokens that were expected to be computed, counted among what arrived
+    is_job: bool = False  # it asks again where it is refused, so its prompt arrives when it is placed
+    computed: int = 0  # prompt tokens that were expected to be computed
     admitted: bool = False  # by its decode worker
     refused: bool = False  # this was no attempt: it will be placed again, and counts only once
     leaving: bool = False  # its answer has begun, and its wait ends: it takes room that others wait for
