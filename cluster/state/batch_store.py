@@ -153,7 +153,7 @@ class BatchStore:
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """Raises NotFound."""
-        fields = await self._hash("file", tenant, file_id)
+        fields = await self._hash(tenant, "file", tenant, file_id)
         if not fields:
             raise no_such("file", file_id, FILES_KEPT)
         return _file(file_id, fields)
@@ -212,7 +212,10 @@ class BatchStore:
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises NotFound."""
-        fields = await self._hash("batch", tenant, batch_id)
+        return await self._batch(tenant, tenant, batch_id)
+
+    async def _batch(self, turn: str, tenant: str, batch_id: str) -> BatchRecord:
+        fields = await self._hash(turn, "batch", tenant, batch_id)
         if "state" not in fields:
             raise no_such("batch", batch_id, BATCHES_KEPT)
         return BatchRecord(tenant, batch_id, fields)
@@ -242,7 +245,8 @@ class BatchStore:
             if not claimed:
                 return None
             if generation := int(claimed[1]):
-                record = await self.batch(*claimed[0].decode().split("/", 1))
+                # Not in its turn: a tenant with many calls would delay batches of others that are claimed next.
+                record = await self._batch("", *claimed[0].decode().split("/", 1))
                 if record.generation == generation:
                     return record
 
@@ -316,8 +320,8 @@ class BatchStore:
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._prefix}:{kind}:{tenant}"
 
-    async def _hash(self, kind: str, tenant: str, name: str) -> dict[str, str]:
-        async with self._store.connection(tenant=tenant) as client:
+    async def _hash(self, turn: str, kind: str, tenant: str, name: str) -> dict[str, str]:
+        async with self._store.connection(tenant=turn) as client:
             return _text(await client.hgetall(self._key(kind, tenant, name)))
 
     async def _page(

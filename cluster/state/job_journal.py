@@ -270,6 +270,7 @@ class JobJournal:
                 if entries or not tail.behind:
                     yield entries
                 at = entries[-1].at if entries else at
+                del entries  # otherwise kept while it waits for more
 
     def end_watches(self, error: TandemError) -> None:
         """Ends all watches with this error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import uniform
 from typing import Any
 
 import grpc
@@ -40,7 +41,8 @@ class _Watching:
         self._failures += 1
         if not isinstance(translated, Unavailable) or self._failures > MAX_WATCH_TRIES:
             raise translated from error
-        return min(0.1 * float(2**self._failures), MAX_WATCH_PAUSE_S)
+        pause_s = max(0.1 * float(2**self._failures), translated.retry_after or 0.0)
+        return min(pause_s, MAX_WATCH_PAUSE_S) * uniform(0.8, 1.2)  # so that many watchers do not come at once
 
 
 def _late(timeout: float | None, reader: StreamReader) -> str:

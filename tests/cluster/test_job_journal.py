@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -498,6 +499,23 @@ async def test_who_watches_a_silent_job_hears_that_it_is_silent(kept: JobJournal
         while not (found := await anext(pages)):
             pass
         assert [entry.event for entry in found] == [b"at last"]
+
+
+async def test_a_watcher_that_waits_keeps_nothing_of_what_came(kept: JobJournal) -> None:
+    """A thousand may wait, and an entry may be megabytes."""
+    await kept.submit(asked("/job"))
+    async with aclosing(kept.watch("/job", idle_s=60.0)) as pages, asyncio.timeout(SOON_S):
+        first = asyncio.create_task(anext(pages))
+        await reading(kept, 1)
+        await kept.append("/job", 1, 0, 1, b"event")
+        page = await first
+        before = sys.getrefcount(page)
+        more = asyncio.create_task(anext(pages))
+        await asyncio.sleep(0)
+        while_it_waits = sys.getrefcount(page)
+        more.cancel()
+        await asyncio.wait({more})
+    assert while_it_waits < before
 
 
 async def test_watchers_share_connections(kept: JobJournal) -> None:

@@ -400,6 +400,20 @@ async def test_a_job_of_a_tenant_with_many_calls_is_claimed_at_once() -> None:
         await journal.close()
 
 
+async def test_a_batch_of_a_tenant_with_many_calls_is_claimed_at_once() -> None:
+    """Batches of others may be claimed after it."""
+    (port,) = free_ports(1)
+    with valkey(port):
+        batches = BatchStore(f"redis://127.0.0.1:{port}", "test", lease_s=60.0, kept_s=60.0, most_bytes=1 << 26)
+        await batches.add_file("ann", "in", "in.jsonl", "batch", b"x")
+        await batches.create("ann", "batch", "in", {"output_name": "out", "error_name": "err"})
+        async with crowd(batches._store):
+            record = await batches.claim()
+        assert record is not None
+        assert record.batch_id == "batch"
+        await batches.close()
+
+
 async def crowded(store: RedisStore, unknown: Callable[[str], Awaitable[object]]) -> None:
     """Calls `unknown`, of something that is not stored, while one tenant has a hundred calls."""
     async with crowd(store):
@@ -420,9 +434,11 @@ async def crowd(store: RedisStore) -> AsyncIterator[None]:
 
     holding = [asyncio.create_task(hold()) for _ in range(100)]
     await asyncio.sleep(0)
-    yield
-    over.set()
-    await asyncio.gather(*holding)
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*holding)
 
 
 async def test_a_new_connection_reads_no_files(monkeypatch: pytest.MonkeyPatch) -> None:

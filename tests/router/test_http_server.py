@@ -301,6 +301,19 @@ async def test_connections_whose_handshake_does_not_come_are_bounded_in_number_a
         assert len(server.connections) == 2
 
 
+async def test_a_connection_without_a_handshake_does_not_hold_up_the_end(served: Any, tmp_path: Path) -> None:
+    """Nobody would tell it of the end when its handshake is over."""
+    pems = certificates.make(tmp_path, "ours")
+    tls = {"tls_cert": pems / "ours-router.pem", "tls_key": pems / "ours-router.key"}
+    async with served(HEADERS_TIMEOUT_S=2 * SOON_S, **tls) as (server, connect):
+        silent, _ = await connect()
+        await until(lambda: len(server.connections) == 1)
+        stopping = asyncio.create_task(server.stop(2 * SOON_S))
+        async with asyncio.timeout(SOON_S):
+            assert not await all_of(silent)
+            await stopping
+
+
 @pytest.fixture
 def many_files() -> Iterator[None]:
     """Both ends of each connection are this process's; many shells allow 1024 descriptors."""

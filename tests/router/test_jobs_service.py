@@ -92,11 +92,12 @@ async def test_what_a_watcher_reads_counts_and_not_only_what_it_is_sent() -> Non
     page = [Entry("1", delta.SerializeToString())] * 640
     counts: list[float] = []
 
-    async def keep(tenant: str, count: float) -> None:
+    def count(tenant: str, count: float) -> float:
         counts.append(count)
+        return 0.0
 
     service = service_of(Journal(page, page, [Entry("2", b"", State.FINISHED)]))
-    service._messages.keep = keep  # type: ignore[method-assign]
+    service._messages.count = count  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=10**6)]) == 1  # that it has begun
     assert sum(counts) >= 2 * 640 / EVENTS_PER_MESSAGE
 
@@ -107,19 +108,22 @@ async def test_the_bytes_that_a_watcher_reads_count() -> None:
     journal, counts = Journal([Entry("1", delta.SerializeToString())]), list[float]()
     journal.request = jobs_pb2.KeptJob(request=ASKED, trace={"long": "x" * 10**6}).SerializeToString()
 
-    async def keep(tenant: str, count: float) -> None:
+    def count(tenant: str, count: float) -> float:
         counts.append(count)
+        return 0.0
 
     service = service_of(journal)
-    service._messages.keep = keep  # type: ignore[method-assign]
+    service._messages.count = count  # type: ignore[method-assign]
     assert len([event async for event in watched(service, from_token=0)]) == 2
     assert sum(counts) >= 2 * 10**6 / BYTES_PER_MESSAGE
 
 
 async def test_what_the_clients_of_watchers_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each tenant, in bytes: a thousand streams that read nothing could each hold a page of megabytes. The control:
-    a client that takes what it is sent leaves room for the next one."""
+    a client that takes what it is sent leaves room for the next one. A refused page was read, so it counts for the
+    rate; a small one is never refused, so that who follows new tokens need not wait for others' clients."""
     monkeypatch.setattr(jobs_service, "MAX_HELD_BYTES", 5000)
+    monkeypatch.setattr(jobs_service, "SMALL_PAGE_BYTES", 0)
     delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(index=0, token_ids=[1], text="x" * 2000))
     service = service_of(Journal([Entry("1", delta.SerializeToString())]))
     for _ in range(3):
@@ -130,9 +134,13 @@ async def test_what_the_clients_of_watchers_do_not_take_is_bounded(monkeypatch: 
             await anext(watch)
             await anext(watch)  # the page, of which it takes no more
         await anext(watches[2])
+        before = service._messages._paid_at[""]
         with pytest.raises(Unavailable) as refused:
             await anext(watches[2])
         assert refused.value.reason == "WATCHERS_BEHIND"
+        assert service._messages._paid_at[""] > before
+        monkeypatch.setattr(jobs_service, "SMALL_PAGE_BYTES", 5000)
+        assert len([event async for event in watched(service, from_token=0)]) == 2
     assert not service._held
 
 

@@ -137,7 +137,7 @@ async def test_a_connection_whose_handshake_does_not_come_is_closed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With TLS: keepalive, which closes silent connections, begins after it."""
-    monkeypatch.setattr(grpc_server, "HANDSHAKE_MS", 500, raising=False)
+    monkeypatch.setattr(grpc_server, "HANDSHAKE_MS", 500)
     pems = certificates.make(tmp_path, "ours")
     tls = {"tls_cert": pems / "ours-router.pem", "tls_key": pems / "ours-router.key"}
     server = GrpcServer(credentials=front_door(Settings(model="any", **tls)))

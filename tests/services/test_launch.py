@@ -56,7 +56,7 @@ async def test_a_router_raises_its_limit_of_open_files(monkeypatch: pytest.Monke
     try:
         for role, most, expected in (("decode", 300, 256), ("router", 300, 300), ("router", 200, 256)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-            monkeypatch.setattr(launch, "MOST_FILES", most, raising=False)
+            monkeypatch.setattr(launch, "MOST_FILES", most)
             with pytest.raises(InternalError):
                 await launch.start(role, Settings(model="m"), f"{role}-0")
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, before[1])

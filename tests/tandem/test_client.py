@@ -5,6 +5,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
+import grpc
 import pytest
 
 from tandem import AsyncClient, Client
@@ -21,6 +22,7 @@ from tandem.errors import (
     WorkerLost,
 )
 from tandem.results import Piece, TokenLogprob, ToolCall, receipt
+from tandem.rpc import watching as watching_module
 from tandem.rpc.request_builder import build_request
 from tandem.rpc.stream_reader import completion
 from tandem.rpc.watching import _Watching
@@ -65,6 +67,21 @@ def test_a_watcher_hears_that_the_registry_lost_tokens_that_it_has() -> None:
     assert read(3, 8) is None
     with pytest.raises(Unavailable, match="from its beginning"):
         read(3, 8, 9)
+
+
+def test_a_watcher_comes_again_when_the_router_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not sooner because its job's first message came again, and not at the same time as others."""
+    refused = Unavailable("x", reason="WATCHERS_BEHIND", retry_after=1.0)
+    monkeypatch.setattr(watching_module, "from_rpc", lambda error: refused)
+    watching = _Watching("job", 0)
+    pauses = set()
+    for _ in range(20):
+        watching.read(
+            jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=generation_pb2.Started()))
+        )
+        pauses.add(watching.after(grpc.RpcError()))
+    assert all(0.8 <= pause <= 1.2 for pause in pauses)
+    assert len(pauses) > 1
 
 
 async def test_pieces_arrive_as_they_are_sent(client: Any, fake: Any, events: Any) -> None:

@@ -55,8 +55,8 @@ FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-
 
 
 def most_connections(part: int = 2) -> int:
-    """Half of the files that this process may open; gRPC clients have a quarter, and connections to workers and the
-    registry need some."""
+    """MAX_CONNECTIONS, or this part of the files that this process may open: half for HTTP, a quarter for gRPC;
+    connections to workers and the registry need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(MAX_CONNECTIONS, soft // part)
 
@@ -84,6 +84,11 @@ class Connections:
         self._open.add(connection)
         self._unproven[connection] = None
         return True
+
+    def end_handshakes(self) -> None:
+        for connection in list(self._unproven):
+            if isinstance(connection, _Tls):
+                connection.hang_up()
 
     def busy(self, connection: _Protocol | _Tls) -> None:
         self._unproven.pop(connection, None)
@@ -287,6 +292,17 @@ class _Tls(SSLProtocol):
 
 
 class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn tells only those connections of the end whose handshake is over, and waits for the others."""
+        for server in self.servers:
+            server.close()
+        self._connections.end_handshakes()
+        await super().shutdown(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """The process handles signals, not this server."""
@@ -318,7 +334,8 @@ class Server:
                 ssl_keyfile=settings.tls_key,
                 ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
                 ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
-            )
+            ),
+            self.connections,
         )
 
     async def start(self, port: int, failed: Callable[[BaseException], object] | None = None) -> None:
@@ -338,7 +355,7 @@ class Server:
         await anyio.lowlevel.checkpoint()
         config = self._server.config
         config.load()
-        self._tls, config.ssl = config.ssl, None  # asyncio's handshake counts nowhere
+        self._tls, config.ssl = config.ssl, None  # uvicorn listens without TLS, and `_connection` adds it
         await self._server.serve([listening])
         if not self._server.should_exit:
             raise InternalError("the HTTP server ended by itself")

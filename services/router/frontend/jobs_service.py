@@ -8,6 +8,7 @@ WatchJob     journal ─▶ client, from any router
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -46,6 +47,7 @@ EVENTS_PER_MESSAGE = 32  # stored events whose reading counts as a message: also
 BYTES_PER_MESSAGE = 64 * 1024  # stored bytes whose reading counts as a message, in addition; also a job's request
 WATCH_BURST_S = 0.1  # that they may be ahead of this rate
 MAX_HELD_BYTES = 64 * 1024 * 1024  # of stored events that a tenant's watchers have read and its clients have not taken
+SMALL_PAGE_BYTES = 64 * 1024  # that a watcher may always read: who follows new tokens need not wait for slow clients
 IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
 STATES = {
@@ -108,9 +110,10 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
                     size = sum(len(entry.event) for entry in entries)
+                    count = len(entries) / EVENTS_PER_MESSAGE + size / BYTES_PER_MESSAGE
+                    ahead_s = self._messages.count(key.name, count)  # also if it is refused: its watcher comes again
                     with self._holding(key.name, size):
-                        count = len(entries) / EVENTS_PER_MESSAGE + size / BYTES_PER_MESSAGE
-                        await self._messages.keep(key.name, count)
+                        await asyncio.sleep(ahead_s)
                         ended = next((entry.ended for entry in entries if entry.ended is not None), None)
                         events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
                         # A reconnecting watcher may have more tokens of one completion than of another. If from_token
@@ -160,10 +163,10 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     @contextmanager
     def _holding(self, tenant: str, size: int) -> Iterator[None]:
-        """Counts bytes of stored events that a watcher has read. A tenant may always have one page of them. Raises
-        Unavailable, after which a watcher continues where it was."""
+        """Counts bytes of stored events that a watcher has read. A tenant may always have one page of them, and small
+        ones. Raises Unavailable, after which a watcher continues where it was."""
         held = self._held[tenant]
-        if held and held + size > MAX_HELD_BYTES:
+        if size > SMALL_PAGE_BYTES and held and held + size > MAX_HELD_BYTES:
             raise Unavailable(
                 f"clients have not taken {held} bytes that their watchers read, and {MAX_HELD_BYTES} is the limit",
                 reason="WATCHERS_BEHIND",

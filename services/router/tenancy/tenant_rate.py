@@ -13,11 +13,15 @@ class TenantRate:
         self._burst_s = burst_s
         self._paid_at: dict[str, float] = {}  # when the units so far are within the rate (monotonic seconds)
 
-    async def keep(self, tenant: str, count: float) -> None:
-        """Counts `count` units, and waits until the tenant is within the rate."""
+    def count(self, tenant: str, count: float) -> float:
+        """Counts `count` units. Returns the seconds until the tenant is within the rate."""
         now = monotonic()
         self._paid_at[tenant] = max(now, self._paid_at.get(tenant, now)) + count / self._per_s
-        if (ahead_s := self._paid_at[tenant] - now - self._burst_s) > 0:
+        return max(0.0, self._paid_at[tenant] - now - self._burst_s)
+
+    async def keep(self, tenant: str, count: float) -> None:
+        """Counts `count` units, and waits until the tenant is within the rate."""
+        if ahead_s := self.count(tenant, count):
             await asyncio.sleep(ahead_s)
 
     def forget(self) -> None:
