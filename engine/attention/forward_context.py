@@ -37,7 +37,7 @@ class CudaKernel(Protocol):
     def absorbed(self) -> Any:
         """What a product makes of latents, if the model has pages of them: engine.attention.mla.Expanded, or None."""
 
-    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+    def refusal(self, facts: CallFacts, dtype: torch.dtype) -> str | None:
         """Why it cannot serve this attention call over pages of `dtype`; None if it can."""
 
     def attend(
@@ -156,8 +156,8 @@ class Batch:
 class Step:
     """One forward's tensors on the device, and the counter of attention calls; passed to the model as `step=`.
 
-    `cu_seq_q`, `seqused_k`, `block_table`, `max_q` and `max_k` are the arguments of a variable-length paged kernel; the
-    host lists in `batch` are for the reference path. `pages` and `facts` say where each attention call keeps its K and
+    `cu_seq_q`, `seqused_k`, `block_table` and `max_q` are the arguments of a variable-length paged kernel; the host
+    lists in `batch` are for the reference path. `pages` and `facts` say where each attention call keeps its K and
     V: call number `c` of the forward owns `pages.k[c]`, whatever the module's `layer_idx` says, because a module may
     attend twice. A Step serves one forward.
     """
@@ -204,7 +204,6 @@ class Step:
         self.seqused_k = self.int_tensor(batch.context_lens)  # [sequences]
         self.block_table = self.int_tensor(rows)  # [sequences, max_blocks]
         self.max_q = max(batch.query_lens)
-        self.max_k = max(batch.context_lens)
 
     def next_call(self) -> int:
         """The number of the attention call that begins now, from 0."""

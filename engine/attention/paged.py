@@ -118,7 +118,7 @@ def attend(
     if step.compiled and fits and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
     kernel = step.cuda_kernel if fits else None
-    if kernel is not None and kernel.refusal(facts, k_pages.dtype, k_pages.shape[1]) is None:
+    if kernel is not None and kernel.refusal(facts, k_pages.dtype) is None:
         return kernel.attend(query, k_pages, v_pages, scales, step, facts, sinks, weight)
     outs = [
         attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand, indices)

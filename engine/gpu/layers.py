@@ -7,7 +7,6 @@ Modules change their class as on CPU (engine/kernels/modules.py).
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from functools import partial
 from typing import Any
@@ -28,10 +27,8 @@ ROWS = (1, 5, 64, 65, 200)  # row counts of the trial: one tile and several, of 
 
 def prepare(model: nn.Module, device: torch.device) -> str:
     """Marks the products and RMS norms for `engine.kernels.modules.switch`; returns a line about it."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return (
-            f"torch, because {'Triton is not installed' if device.type == 'cuda' else f'the device is {device.type}'}"
-        )
+    if why := trial.absent(device):
+        return f"torch, because {why}"
     return adopt(model)
 
 

@@ -1,8 +1,9 @@
-"""What the trials of kernels at load have in common: how far from torch's a result may be, and whether a row's bits
-follow from its company."""
+"""What the trials of kernels at load have in common: whether the kernels can run, how far from torch's a result may be,
+and whether a row's bits follow from its company."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -10,6 +11,13 @@ import torch
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the root mean square
 ERRORS = (RuntimeError, TypeError, ValueError)  # of a kernel that cannot be compiled, launched or called so
 TURN = 7  # shift of a trial's rows, so that each is computed at another position in its tile
+
+
+def absent(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on this device; None if they can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def differs(found: torch.Tensor, expected: torch.Tensor, *, several: bool = False) -> str | None:

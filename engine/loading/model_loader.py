@@ -185,18 +185,24 @@ def _learn(
     learnt = attention_probe.learn_facts(module, operators and recurrences.available(module.device))
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     check_windows(module.config, reaches(learnt.calls), max_model_len)
-    for layers, has in ((learnt.mixers, "recurrent layers"), (learnt.indexers, "sparse indexers")):
+    for layers, indexed in ((learnt.mixers, False), (learnt.indexers, True)):
         if layers:
             say(str(layers))
-            _check_settings(module, has, module.device, kv_dtype, group, adapters)
+            _check_settings(module, indexed, module.device, kv_dtype, group, adapters)
     return learnt
 
 
 def _check_settings(
-    module: PreTrainedModel, has: str, device: torch.device, kv_dtype: KvDtype, group: RankGroup | None, adapters: bool
+    module: PreTrainedModel,
+    indexed: bool,
+    device: torch.device,
+    kv_dtype: KvDtype,
+    group: RankGroup | None,
+    adapters: bool,
 ) -> None:
-    """Raises SettingsError for settings that are not served with recurrent layers, or with sparse indexers."""
-    indexed = has == "sparse indexers"
+    """Raises SettingsError for settings that are not served with sparse indexers or, if not `indexed`, with recurrent
+    layers."""
+    has = "sparse indexers" if indexed else "recurrent layers"
     for asked, field, value, bound in (
         (device.type != "cpu" and indexed, "device", f"a device of type {device.type}", "cpu"),
         (kv_dtype != "auto" and indexed, "kv_dtype", f"KV in {kv_dtype}", "auto"),

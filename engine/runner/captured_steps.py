@@ -233,7 +233,7 @@ def unfit(model: ModelRunner, pages: KvCache) -> str | None:
     kernel = model.cuda_kernel
     if kernel is None:
         return "attention by the reference plans each step on the host" if model.facts else None
-    reasons = [kernel.refusal(fact, pages.dtype, pages.block_size) for fact in model.facts]
+    reasons = [kernel.refusal(fact, pages.dtype) for fact in model.facts]
     refused = sorted({reason for reason in reasons if reason is not None})
     return f"attention by the reference ({'; '.join(refused)}) plans each step on the host" if refused else None
 
@@ -273,7 +273,6 @@ class _Bucket:
         self._step.slot_block, self._step.slot_offset = lists[2], lists[3]
         if pages.states is not None:
             self._step.state_rows = lists[4:]
-        self._step.max_k = width * pages.block_size
         self._wanted = torch.arange(rows, device=model.device)
         self._model, self._pages = model, pages
         self.fill()

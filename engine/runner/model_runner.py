@@ -253,7 +253,7 @@ class ModelRunner:
             return "Triton's attention and products do not both serve" if self.device.type == "cuda" else ""
         kept = element_dtype(self.kv_dtype) or self.dtype
         kernel: Any = self.cuda_kernel  # there is one where there are calls
-        refused = {kernel.refusal(fact, kept, self.block_size) for fact in self.facts} - {None}
+        refused = {kernel.refusal(fact, kept) for fact in self.facts} - {None}
         if refused:
             return f"attention by the reference plans each step on the host ({'; '.join(sorted(map(str, refused)))})"
         return "adapters take the rows of a step apart" if self.lora is not None else None

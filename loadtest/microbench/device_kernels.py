@@ -102,7 +102,7 @@ def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: t
     )
 
     kernel = TritonAttention(LONGEST, EXPANDED)
-    if refused := kernel.refusal(fact, kept or dtype, BLOCK_SIZE):
+    if refused := kernel.refusal(fact, kept or dtype):
         return f"wrong: refused because of {refused}"
     problem = kernel_choice.differs(kernel, [fact], dtype, BLOCK_SIZE, device, kept)
     return _line(problem, "equal within roundings")

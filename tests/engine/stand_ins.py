@@ -77,7 +77,7 @@ class Kernel:
     def __init__(self, function: Callable[..., torch.Tensor] = checked) -> None:
         self.function = function
 
-    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+    def refusal(self, facts: CallFacts, dtype: torch.dtype) -> str | None:
         return "sinks" if facts.sinks else "softcap" if facts.softcap is not None else None
 
     def attend(self, query: Any, keys: Any, values: Any, scales: Any, step: Step, facts: CallFacts, *_: Any) -> Any:

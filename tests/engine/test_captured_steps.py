@@ -370,7 +370,7 @@ class Nothing:
 
     name = "nothing"
 
-    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+    def refusal(self, facts: CallFacts, dtype: torch.dtype) -> str | None:
         return "latent pages" if facts.latent else None
 
     def attend(self, query: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:

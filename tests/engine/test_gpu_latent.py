@@ -215,9 +215,9 @@ def test_only_an_expansion_by_one_product_is_absorbed() -> None:
         assert mla.find_products(module, (call(),)) == found
         weight = mla.expansion(module)
         assert (weight is module.kv_b_proj.weight) if found else weight is None
-    refused = TritonAttention(1024).refusal(call(), torch.float32, 16)
+    refused = TritonAttention(1024).refusal(call(), torch.float32)
     assert refused == "latent pages that no single product expands"
-    assert KERNEL.refusal(call(), torch.float32, 16) is None
+    assert KERNEL.refusal(call(), torch.float32) is None
 
 
 def on_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any) -> ModelRunner:

@@ -18,7 +18,7 @@ from engine.core.sequence import Sequence
 from engine.engine import Engine
 from engine.kv.kv_cache import KvCache
 from engine.kv.state_memory import StateMemory
-from engine.loading import self_check
+from engine.loading import model_loader, self_check
 from engine.loading.model_loader import load_model
 from engine.runner import mixers, recurrences
 from engine.runner.model_runner import ModelRunner
@@ -171,9 +171,14 @@ def test_control_without_the_proof_mamba_1_in_chunks_is_wrong(
 
 
 def test_what_is_not_served_beside_recurrent_layers_is_refused(checkpoint: Checkpoint) -> None:
-    """Adapters, by a sentence that says why."""
+    """Adapters and several ranks, by a sentence that says why. The control: a GPU is not refused."""
     with pytest.raises(SettingsError, match="recurrent layers, with which adapters"):
         load(checkpoint("tiny-lfm2"), later_rank=4)
+    group: Any = object()
+    module: Any = load(checkpoint("tiny-lfm2")).module
+    with pytest.raises(SettingsError, match="recurrent layers, with which several ranks"):
+        model_loader._check_settings(module, False, torch.device("cpu"), "auto", group, False)
+    model_loader._check_settings(module, False, torch.device("cuda"), "auto", None, False)
 
 
 def test_an_order_of_sums_that_recurrent_layers_do_not_have_is_refused(

@@ -247,9 +247,9 @@ def test_what_is_not_served_with_indexers_is_refused(
         load(folder, later_rank=4)
     group: Any = object()
     with pytest.raises(SettingsError, match="with which several ranks cannot"):
-        model_loader._check_settings(model.module, "sparse indexers", CPU, "auto", group, False)
+        model_loader._check_settings(model.module, True, CPU, "auto", group, False)
     with pytest.raises(SettingsError, match="with which a device of type cuda cannot"):
-        model_loader._check_settings(model.module, "sparse indexers", torch.device("cuda"), "auto", None, False)
+        model_loader._check_settings(model.module, True, torch.device("cuda"), "auto", None, False)
     wanted: dict[str, Any] = {"model": str(folder), "device": "cpu", "dtype": "float32"}
     with pytest.raises(SettingsError, match="has sparse indexers, whose sums no setting orders"):
         builder._check_order(Settings(**wanted, sum_order="tile32"), model)

@@ -5,7 +5,6 @@ A kernel that differs from the reference is not used; calls that the kernel refu
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from engine.attention import paged
 from engine.attention.forward_context import Batch, CudaKernel, Step
 from engine.attention.mla import Expanded, Expander, expander_of
+from engine.gpu import trial
 from engine.kernels import REFERENCE
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts, SlidingWindowSpec
@@ -26,7 +26,7 @@ NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong ke
 
 def candidate(device: torch.device, max_model_len: int, absorbed: Expanded | None) -> CudaKernel | None:
     """Tandem's own kernels, if they can run here; the trial says whether they serve."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if trial.absent(device):
         return None
     from engine.gpu.attention.paged_attention import TritonAttention  # torch for CPU does not bring Triton
 
@@ -48,9 +48,8 @@ def choose(
         return None, f"{REFERENCE}, because the model has no attention"
     kernel = candidate(device, max_model_len, absorbed)
     if kernel is None:
-        why = "Triton is not installed" if device.type == "cuda" else f"the device is {device.type}"
-        return None, f"{REFERENCE}, because {why}"
-    reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
+        return None, f"{REFERENCE}, because {trial.absent(device)}"
+    reasons = [kernel.refusal(fact, kept or dtype) for fact in facts]
     refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
     served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
     problem = differs(kernel, served, dtype, block_size, device, kept) if served else None

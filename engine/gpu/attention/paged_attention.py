@@ -128,7 +128,7 @@ class TritonAttention:
     def split_keys(self) -> int:
         return max(LEAST_SPLIT, power_of_two(-(-self.max_model_len // MOST_SPLITS)))
 
-    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+    def refusal(self, facts: CallFacts, dtype: torch.dtype) -> str | None:
         """Why this attention call cannot be served over pages of `dtype`; None if it can."""
         if dtype not in DTYPES:
             return f"{str(dtype).removeprefix('torch.')} is not one of its types"
