@@ -27,7 +27,13 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisClusterException, RedisError
+from redis.exceptions import (
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+)
 
 from tandem.errors import NotFound, SettingsError, Unavailable
 from tandem.tenancy.tenant_slots import TenantSlots
@@ -65,6 +71,11 @@ class RedisStore:
                     yield self.client
             except TimeoutError as error:
                 raise RedisError("no answer in time") from error
+            except ReadOnlyError:
+                # It is a replica now, and answers on. New connections find the master to which its name leads.
+                if isinstance(self.client, redis.Redis):
+                    await self.client.connection_pool.disconnect(inuse_connections=False)
+                raise
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Any], tenant: str = "") -> Any:
         """The script's answer. Raises Unavailable."""
@@ -130,6 +141,15 @@ def _client(url: str, most: int) -> Any:
         raise _bad_url("it cannot be read") from error
 
 
+class _Cluster(redis.RedisCluster):
+    async def _execute_command(self, target_node: Any, *args: Any, **more: Any) -> Any:
+        """redis-py has None for a node without slots, to which a slot may be moving, and calls its methods."""
+        try:
+            return await super()._execute_command(target_node, *args, **more)
+        except AttributeError as error:
+            raise RedisError("the slot of this cluster's keys moves to a new node") from error
+
+
 def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
     """A client for Sentinel or Redis Cluster."""
     parts = urlsplit(f"{plain}://{rest}")
@@ -148,7 +168,7 @@ def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
         if path:
             raise _bad_url("Redis Cluster has one database")
         # No retries, as with the other servers: a script whose answer was lost may have run, and most add something.
-        return redis.RedisCluster(
+        return _Cluster(
             startup_nodes=[ClusterNode(*address) for address in addresses],
             retry=Retry(NoBackoff(), 0),
             **{**options, **connection},

@@ -305,6 +305,13 @@ async def encrypted(outer: int, inner: int, cert: Path, key: Path) -> AsyncItera
     """A TLS proxy in front of a server, because the embedded Valkey is built without TLS."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
+    async with relayed(outer, [inner], context):
+        yield
+
+
+@asynccontextmanager
+async def relayed(outer: int, leads_to: list[int], context: ssl.SSLContext | None = None) -> AsyncIterator[None]:
+    """New connections to this port go to the port that it leads to now."""
     open_ones: set[asyncio.Task[Any]] = set()
 
     async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -318,7 +325,7 @@ async def encrypted(outer: int, inner: int, cert: Path, key: Path) -> AsyncItera
             writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection("127.0.0.1", inner)
+        there = await asyncio.open_connection("127.0.0.1", leads_to[0])
         for one in (pipe(reader, there[1]), pipe(there[0], writer)):
             task = asyncio.ensure_future(one)
             open_ones.add(task)
@@ -412,6 +419,53 @@ async def test_a_batch_of_a_tenant_with_many_calls_is_claimed_at_once() -> None:
         assert record is not None
         assert record.batch_id == "batch"
         await batches.close()
+
+
+async def test_a_master_that_became_a_replica_is_left() -> None:
+    """Its name leads to another server, while it answers on over the connections that are open."""
+    name, first, second = free_ports(3)
+    leads_to = [first]
+    with valkey(first), valkey(second):
+        async with relayed(name, leads_to):
+            registry = Registry(f"redis://127.0.0.1:{name}", "test", ttl_s=60.0)
+            assert await registry.beat(RECORD)
+            former = RedisStore(f"redis://127.0.0.1:{first}", most=1)
+            await former.client.execute_command("REPLICAOF", "127.0.0.1", second)
+            await former.close()
+            leads_to[0] = second
+            with pytest.raises(Unavailable):
+                await registry.beat(RECORD)
+            assert await registry.beat(RECORD)
+            await registry.close()
+
+
+async def test_a_slot_that_moves_to_a_new_node_is_an_outage() -> None:
+    """The client does not know a node without slots, to which the former owner of the slot refers."""
+    script, keys = "return redis.call('INCR', KEYS[1])", ["tandem:{test}:runs"]
+    first, second, *buses = free_ports(4)
+    with ExitStack() as stack:
+        for port, bus in zip((first, second), buses, strict=True):
+            stack.enter_context(valkey(port, config=f"cluster-enabled yes\ncluster-port {bus}"))
+        await join({first: buses[0]})
+        store = RedisStore(f"redis+cluster://127.0.0.1:{first}", most=1)
+        assert await store.run(script, ["tandem:{test}:stays"], []) == 1  # it knows the nodes from here on
+        nodes = [RedisStore(f"redis://127.0.0.1:{port}", most=1) for port in (first, second)]
+        ends = [node.client.execute_command for node in nodes]
+        await ends[0]("CLUSTER", "MEET", "127.0.0.1", second, buses[1])
+        names = [await end("CLUSTER", "MYID") for end in ends]
+        slot = await ends[0]("CLUSTER", "KEYSLOT", keys[0])
+        async with asyncio.timeout(SOON_S):
+            for end, how, other in ((ends[0], "MIGRATING", names[1]), (ends[1], "IMPORTING", names[0])):
+                while True:
+                    try:
+                        await end("CLUSTER", "SETSLOT", slot, how, other)
+                        break
+                    except redis.exceptions.ResponseError:  # they do not know each other yet
+                        await asyncio.sleep(0.1)
+        with pytest.raises(Unavailable):
+            await store.run(script, keys, [])
+        for one in (store, *nodes):
+            await one.close()
 
 
 async def crowded(store: RedisStore, unknown: Callable[[str], Awaitable[object]]) -> None:

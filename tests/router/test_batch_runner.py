@@ -215,6 +215,26 @@ async def test_the_long_batches_of_one_tenant_leave_a_place_for_another(monkeypa
             await until(lambda: "bob" in waiting.running, 0.2)
 
 
+async def test_its_own_leases_come_before_further_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry so slow that the lease of the first batch is over before there is none to claim any more."""
+    waiting = Waiting("ann", "bob")
+    due, renewed = list(waiting.records), list[int]()
+
+    async def claim() -> BatchRecord:
+        await asyncio.sleep(0.01)
+        due.append(due.pop(0))
+        return due[-1]
+
+    async def renew(owned: list[BatchRecord]) -> list[Kept]:
+        renewed.append(len(owned))
+        return [Kept.KEPT for _ in owned]
+
+    monkeypatch.setattr(waiting, "claim", claim)
+    monkeypatch.setattr(waiting, "renew", renew)
+    async with running(waiting, monkeypatch, turn_s=1e6):
+        await until(lambda: renewed[-1:] == [2], 10, lambda: renewed)
+
+
 async def test_more_tenants_than_places_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them, again and again; and where none waits, none gives up its place."""
     waiting = Waiting(*"abcdefg")

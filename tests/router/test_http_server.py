@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -312,6 +313,16 @@ async def test_a_connection_without_a_handshake_does_not_hold_up_the_end(served:
         async with asyncio.timeout(SOON_S):
             assert not await all_of(silent)
             await stopping
+
+
+async def test_a_client_that_vanished_is_noticed(served: Any) -> None:
+    """It acknowledges nothing, and nobody says so: the kernel asks it, and gives up in the time of a write."""
+    async with served() as (server, connect):
+        await answered(*await connect())
+        (one,) = server.connections._open
+        its = one.transport.get_extra_info("socket")
+        assert its.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert its.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * http_server.WRITE_TIMEOUT_S
 
 
 @pytest.fixture

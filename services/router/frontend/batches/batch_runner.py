@@ -99,7 +99,11 @@ class BatchRunner:
             self._changed.clear()
             try:
                 await self._renew()
-                while len(self._running) < MAX_RUNNING and (record := await self._store.claim()):
+                until = monotonic() + LEASE_S / 3  # its own leases come first
+                while len(self._running) < MAX_RUNNING and monotonic() < until:
+                    record = await self._store.claim()
+                    if record is None:
+                        break
                     log.info("batch.claimed", batch=record.batch_id, owner=record.generation)
                     self._run_here(record)
                 await self._take_turns()
