@@ -75,7 +75,8 @@ class AsyncClient(_Connection):
     ) -> AsyncGenerator[Piece, None]:
         reader = StreamReader()
         with unary_calls.call_span("generate", self.target) as span:
-            call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
+            with until_closed():
+                call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
                 with until_closed():
                     async for event in call:
@@ -110,7 +111,8 @@ class AsyncClient(_Connection):
         """
         watching = _Watching(job_id, from_token)
         while not watching.reader.complete:
-            call = self._watch(watching.request(), metadata=self._metadata)
+            with until_closed():
+                call = self._watch(watching.request(), metadata=self._metadata)
             try:
                 with until_closed():
                     async for answer in call:

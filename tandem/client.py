@@ -19,7 +19,7 @@ import grpc
 
 from tandem.async_client import AsyncClient
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
-from tandem.grpc_errors import from_rpc
+from tandem.grpc_errors import from_rpc, unless_closed
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc import unary_calls
 from tandem.rpc.channel import _Connection
@@ -83,7 +83,8 @@ class Client(_Connection):
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
         reader = StreamReader()
         with unary_calls.call_span("generate", self.target) as span:
-            call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
+            with unless_closed():
+                call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
                 for event in call:
                     if (piece := reader.read(event)) is not None:
@@ -115,7 +116,8 @@ class Client(_Connection):
         """
         watching = _Watching(job_id, from_token)
         while not watching.reader.complete:
-            call = self._watch(watching.request(), metadata=self._metadata)
+            with unless_closed():
+                call = self._watch(watching.request(), metadata=self._metadata)
             try:
                 for answer in call:
                     if (piece := watching.read(answer)) is not None:
@@ -190,7 +192,9 @@ class Client(_Connection):
 
     def _ask(self, question: Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
         try:
-            return question.read(self._call(question, span))
+            with unless_closed():
+                answer = self._call(question, span)
+            return question.read(answer)
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

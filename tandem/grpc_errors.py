@@ -159,6 +159,17 @@ def until_closed() -> Iterator[None]:
         if _meant():
             raise
         raise errors.Cancelled("the client was closed") from error
+    except grpc.aio.UsageError as error:  # the call began after that
+        raise errors.Cancelled("the client was closed") from error
+
+
+@contextmanager
+def unless_closed() -> Iterator[None]:
+    """Around the beginning of a call of Client: raises Cancelled if the client was closed."""
+    try:
+        yield
+    except ValueError as error:
+        raise errors.Cancelled("the client was closed") from error
 
 
 @contextmanager

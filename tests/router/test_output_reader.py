@@ -153,3 +153,24 @@ def test_tokens_of_text_are_told_from_others_where_they_have_log_probabilities()
     for some in several:
         kinds = {type(part) for part in some if isinstance(part, CallBegin) or part.text}
         assert Text not in kinds or kinds == {Text}
+
+
+def test_tokens_that_show_nothing_are_apart_from_text_however_they_come() -> None:
+    """Markers, for one: with log probabilities, what is around them says whose they are."""
+    tokens = TEXT.encode(ANSWER, special=False)
+
+    def of_text(step: int) -> list[int]:
+        """The places of the tokens in runs of text."""
+        request, found = asked(THINKS), list[int]()
+        reader = reader_of(request)
+        for at in range(0, len(tokens), step):
+            chunk = decode_pb2.Tokens(token_ids=tokens[at : at + step])
+            chunk.logprobs.chosen.extend([-1.0] * len(chunk.token_ids))
+            request.tokens.extend(chunk.token_ids)
+            place = at
+            for run in reader.read(chunk):
+                found += range(place, place + run.tokens) if run.is_text else ()
+                place += run.tokens
+        return found
+
+    assert of_text(1) == of_text(3) == of_text(1000)

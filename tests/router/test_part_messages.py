@@ -43,7 +43,7 @@ def test_merged_messages_have_the_parts_of_all_in_their_order(messages: list[lis
 def test_log_probabilities_of_text_are_not_merged_with_others() -> None:
     """It would be unknown which tokens are text. Without log probabilities they are one message."""
     pieces: list[list[Part]] = [[Text("a")], [], [CALL], [CallArguments("{")], [Text("b")]]
-    for scored, expected in ((True, [[0, 1], [2, 3], [4]]), (False, [[0, 1, 2, 3, 4]])):
+    for scored, expected in ((True, [[0], [1], [2, 3], [4]]), (False, [[0, 1, 2, 3, 4]])):
         events = deque(delta(parts, index) for index, parts in enumerate(pieces))
         for event in events:
             event.delta.logprobs.chosen.extend([-1.0] * scored)

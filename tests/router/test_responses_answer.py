@@ -383,3 +383,14 @@ async def test_the_first_text_after_another_part_has_its_log_probabilities(befor
     assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 2), ("B", 1)]
     whole = await collected(answer(top_logprobs=2), made)
     assert len(whole["output"][1]["content"][0]["logprobs"]) == 3
+
+
+@pytest.mark.parametrize("stop", ["x", ""], ids=["stop string", "control"])
+@pytest.mark.parametrize("name", ["call", "custom"])
+async def test_a_call_that_a_stop_string_cut_is_incomplete(name: str, stop: str) -> None:
+    """Its client must not run it. The control: a call that the model ended."""
+    begin, arguments = SEGMENTS[name][:2]
+    assert isinstance(arguments, CallArguments)
+    made = events([begin, CallArguments(arguments.text[:5]) if stop else arguments])
+    made[-1].finished.stop = stop
+    assert (await collected(answer(), made))["output"][-1]["status"] == ("incomplete" if stop else "completed")

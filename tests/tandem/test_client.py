@@ -686,3 +686,22 @@ async def test_slots_of_recurrent_states_are_added_up_again(client: Any, fake: A
         assert audit.ledgers[0].states is None
         assert (audit.ledgers[1].states.owners, audit.ledgers[1].states.snapshots) == (owners, 5)
         assert (audit.balanced, fault in "".join(audit.ledgers[1].faults)) == (not fault, True)
+
+
+@pytest.mark.parametrize("call", ["generate", "workers", "watch"])
+async def test_a_closed_client_refuses_calls(fake: Any, call: str) -> None:
+    """With an error of this package, not grpcio's. A watch begins calls of its own, between which another task may
+    close the client."""
+    for client in (AsyncClient(fake.target), Client(fake.target)):
+        closed = client.close()
+        if closed is not None:
+            await closed
+        with pytest.raises(Cancelled):
+            if isinstance(client, AsyncClient):
+                if call == "watch":
+                    _ = [piece async for piece in client.watch("x")]
+                await (client.generate("Hi") if call == "generate" else client.workers())
+            elif call == "watch":
+                _ = list(client.watch("x"))
+            else:
+                client.generate("Hi") if call == "generate" else client.workers()

@@ -54,11 +54,17 @@ def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb
 
 
 def _follows(event: generation_pb2.GenerateResponse, before: generation_pb2.Delta, tokens: int) -> bool:
-    """Whether the event can be merged: log probabilities of text are not mixed with those of reasoning and calls."""
+    """Whether the event can be merged: log probabilities of text are not mixed with those of reasoning, calls and
+    markers."""
     delta = event.delta
     same = event.HasField("delta") and delta.choice == before.choice
-    kinds = not delta.HasField("logprobs") or bool(delta.parts) == bool(before.parts)
+    kinds = not delta.HasField("logprobs") or _kind(delta) == _kind(before)
     return same and kinds and tokens + len(delta.token_ids) <= MAX_MERGED_TOKENS
+
+
+def _kind(delta: generation_pb2.Delta) -> int:
+    """2: other parts than text; 1: text; 0: nothing, as of markers."""
+    return 2 if delta.parts else int(bool(delta.text))
 
 
 def _merge(delta: generation_pb2.Delta, later: list[generation_pb2.Delta]) -> None:

@@ -18,18 +18,17 @@ class Run:
 
     tokens: int = 0
     parts: list[Part] = field(default_factory=list)
-    is_text: bool | None = None  # None: none of the tokens has shown anything yet
+    is_text: bool | None = None  # None: the tokens show nothing, as markers do
 
     def takes(self, parts: list[Part]) -> bool:
-        """Whether the parts are of the run's kind: only text, or not."""
-        return not parts or self.is_text in (None, _is_text(parts))
+        """Whether a token with these parts is of the run's kind: it shows text, something else, or nothing."""
+        return not self.tokens or self.is_text == _is_text(parts)
 
     def add(self, parts: list[Part]) -> None:
         """Adds the parts of one more token."""
         self.tokens += 1
         self.parts += parts
-        if parts:
-            self.is_text = _is_text(parts)
+        self.is_text = _is_text(parts)
 
 
 class OutputReader:
@@ -93,8 +92,9 @@ class OutputReader:
         return parts
 
 
-def _is_text(parts: list[Part]) -> bool:
-    return all(isinstance(part, Text) for part in parts)
+def _is_text(parts: list[Part]) -> bool | None:
+    """None: there are none."""
+    return all(isinstance(part, Text) for part in parts) if parts else None
 
 
 def _keep(chunk: decode_pb2.Tokens, count: int) -> None:

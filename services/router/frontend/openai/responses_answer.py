@@ -120,7 +120,8 @@ class ResponsesAnswer:
         stopped = event.finished.reason == common_pb2.FINISH_REASON_STOP
         if not self._items:  # clients expect a message
             text += self._open(MessageItem(self._new_id(MessageItem)))
-        return text + self._close("completed" if stopped else "incomplete")
+        cut = isinstance(self._items[-1], CallItem) and bool(event.finished.stop)  # perhaps within the call
+        return text + self._close("completed" if stopped and not cut else "incomplete")
 
     def _add(self, part: Part) -> str:
         item = self._items[-1] if self._items else None
