@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from services.router.preprocess import json_limits
 from services.router.preprocess.chat import prompt
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.chat.prompt import END_CHARACTERS, MAX_TEMPLATE_BYTES, prompt_tokens
-from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES
+from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES, Offload
 from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.request import build_request
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NoWorker
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 MODEL = ModelFacts(context=2**17, vocab_size=100_000, eos_token_ids=(2,))
@@ -287,3 +288,26 @@ async def test_a_program_or_a_schema_of_a_request_is_never_read_on_the_event_loo
     model: Any = Facts()
     await Preprocessor(Tokenizer(BACKEND, ChatTemplate(PLAIN, {})), model, spied).build(message, "")
     assert sizes == [max(at_least, message.ByteSize())]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a worker", "control"])
+async def test_the_registry_is_asked_before_a_router_says_that_no_worker_has_started(there: bool) -> None:
+    """`tandem up` says that the cluster is ready a moment before the router's view has the first worker."""
+
+    class Late:
+        known = False
+
+        def facts(self) -> ModelFacts:
+            if not self.known:
+                raise NoWorker("no decode worker has started yet")
+            return MODEL
+
+        async def refresh(self) -> None:
+            self.known = there
+
+    model: Any = Late()
+    message = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5, 6]))
+    offload = Offload(1.0)
+    with nullcontext() if there else pytest.raises(NoWorker):
+        request = await Preprocessor(Tokenizer(BACKEND, None), model, offload).build(message, "")
+        assert request.tokens == [5, 6]

@@ -6,6 +6,7 @@ from services.router.preprocess.offload import MEDIUM_BYTES, SHORT_BYTES, Offloa
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, build_request
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import NoWorker
 from tandem.v1 import generation_pb2
 
 
@@ -25,7 +26,12 @@ class Preprocessor:
     ) -> Request:
         """`fixed`: the router made the message itself, from a request that it had validated. Raises InvalidRequest,
         NotFound, NoWorker, and Busy when no thread came free."""
-        about = message, self._tokenizer, self._model.facts(), default_max_tokens, fixed
+        try:
+            facts = self._model.facts()
+        except NoWorker:  # the first one may serve since a moment: `tandem up` knows that before the view does
+            await self._model.refresh()
+            facts = self._model.facts()
+        about = message, self._tokenizer, facts, default_max_tokens, fixed
         size = message.ByteSize()
         if message.chat.template:  # a program, which may run for long whatever its size
             size = max(size, MEDIUM_BYTES + 1)

@@ -65,6 +65,10 @@ class ServedModel:
             raise NoWorker(f"{what}; `tandem workers` shows the pools", retry_after=2.0)
         return self._facts
 
+    async def refresh(self) -> None:
+        """Reads the registry now."""
+        await self._view.refresh()
+
     def decode_workers(self) -> list[WorkerRecord]:
         """The present decode workers."""
         return self._view.of_role("decode")
