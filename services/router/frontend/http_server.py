@@ -47,7 +47,7 @@ HEADERS_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that no connection closes during a new request
 DISCARD_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
-ASKED_S = 10  # of silence, after which the kernel asks whether a client is still there
+TCP_KEEPALIVE_S = 10  # of silence, after which the kernel probes a client
 MAX_CONNECTIONS = 4096
 BACKLOG = 128  # connections that are accepted in one iteration of the event loop
 MIN_GRACE_S = 0.5  # the time that an idle server takes to stop
@@ -387,7 +387,7 @@ def _listen(host: str, port: int, *, share: bool) -> socket.socket:
         # a quarter of an hour, and one to which nothing is written never.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            listening.setsockopt(socket.IPPROTO_TCP, option, ASKED_S)
+            listening.setsockopt(socket.IPPROTO_TCP, option, TCP_KEEPALIVE_S)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * WRITE_TIMEOUT_S))
         if share:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -28,7 +28,7 @@ class Preprocessor:
         NotFound, NoWorker, and Busy when no thread came free."""
         try:
             facts = self._model.facts()
-        except NoWorker:  # the first one may serve since a moment: `tandem up` knows that before the view does
+        except NoWorker:  # the first worker may have started a moment ago, and the view does not have it yet
             await self._model.refresh()
             facts = self._model.facts()
         about = message, self._tokenizer, facts, default_max_tokens, fixed
