@@ -1,4 +1,4 @@
-"""Builds the compiled operators: `python -m engine.kernels.build`, which `make setup` calls. Takes half a minute once.
+"""Builds the compiled operators: `python -m engine.kernels.build`, which `make setup` calls. Takes two minutes of two cores, once.
 
     python -m engine.kernels.build                the best level that this machine has
     python -m engine.kernels.build --level avx2   that one
@@ -146,7 +146,7 @@ def at_first_use() -> None:
         with FileLock(FOLDER / ".lock", timeout=BUILT_S):
             level = next((level for level in runnable() if known(level)), NATIVE)
             if not library(level).exists():
-                log.warning("compiling the operators of level %s into %s: half a minute, once", level, FOLDER)
+                log.warning("compiling the operators of level %s into %s: some minutes, once", level, FOLDER)
                 build(level)
     except (OSError, subprocess.CalledProcessError, Timeout) as error:
         log.warning("the compiled operators cannot be built: %s", error)

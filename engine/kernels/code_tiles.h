@@ -27,6 +27,18 @@ using c10::BFloat16;
 
 static_assert(PANEL == MADE_COLUMNS);
 
+// Widens `count` pairs of a panel into the first of `rows` rows of four tiles; the others are zeros.
+template <typename F>
+[[gnu::always_inline]] inline void widen_rows(const uint8_t* codes, int64_t count, int64_t rows, BFloat16* to) {
+  const Reader<F> read{};
+  for (int64_t row = 0; row < count; ++row, to += TILE_K) {
+    const auto w = read(codes + row * STEP_BYTES<F>);
+    for (int c = 0; c < COLS; ++c) _mm512_store_si512(to + c * TILE, (__m512i)both(w, c));
+  }
+  for (int64_t row = count; row < rows; ++row, to += TILE_K)
+    for (int c = 0; c < COLS; ++c) _mm512_store_si512(to + c * TILE, _mm512_setzero_si512());
+}
+
 // Panels of codes that sum_made widens: of one weight, or of two weights alternately. No step spans two groups; a
 // group's last step may be partial.
 template <typename F>
@@ -39,27 +51,27 @@ struct Codes {
     return first[panel % weights] + panel / weights * pairs * STEP_BYTES<F>;
   }
 
-  void make(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts, BFloat16* to) const {
+  int64_t pieces(int64_t steps) const { return steps * TILE_ROWS; }
+
+  void make(int64_t panel, int64_t step, int64_t, int64_t row, int64_t last, BFloat16* to) const {
     const uint8_t* own = at(panel);
-    const int64_t rows = steps * TILE_ROWS, last = rows * (part + 1) / parts;
-    for (int64_t row = rows * part / parts, end; row < last; row = end) {
+    for (int64_t end; row < last; row = end) {
       end = std::min(last, (row / TILE_ROWS + 1) * TILE_ROWS);
-      const int64_t group = (step + row / TILE_ROWS) / steps_of_group;
-      const int64_t within = (step + row / TILE_ROWS) % steps_of_group * TILE_ROWS + row % TILE_ROWS;
+      const int64_t at = step + row / TILE_ROWS, group = at < steps_of_group ? 0 : at / steps_of_group;
+      const int64_t within = (at - group * steps_of_group) * TILE_ROWS + row % TILE_ROWS;
       const int64_t begin = group * of_group + within;
-      const int64_t count = std::max<int64_t>(0, std::min({end - row, of_group - within, pairs - begin}));
-      BFloat16* into = to + row * 2 * PANEL;
-      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(into));
-      std::memset(into + count * 2 * PANEL, 0, (end - row - count) * 2 * PANEL * sizeof(BFloat16));
+      const int64_t there = std::min(of_group - within, pairs - begin);
+      widen_rows<F>(own + begin * STEP_BYTES<F>, std::clamp<int64_t>(there, 0, end - row), end - row,
+                    to + row / TILE_ROWS * MADE + row % TILE_ROWS * TILE_K);
     }
   }
 
-  void fetch(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts) const {
+  int64_t lines(int64_t steps) const { return steps * TILE_ROWS * STEP_BYTES<F> / LINE; }
+
+  void fetch(int64_t panel, int64_t step, int64_t line, int64_t last) const {
     const int64_t pair = step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS;
     const char* from = reinterpret_cast<const char*>(at(panel)) + pair * STEP_BYTES<F>;
-    const int64_t lines = steps * TILE_ROWS * STEP_BYTES<F> / LINE;
-    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
-      __builtin_prefetch(from + line * LINE, 0, 2);
+    for (; line < last; ++line) __builtin_prefetch(from + line * LINE, 0, 2);
   }
 };
 
@@ -69,14 +81,16 @@ struct Packed {
   const BFloat16* bias;  // may be null
 };
 
-// y[0..count) = act(gate) * up: `gate` of functions.h.
-using Gate = void (*)(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t count);
+// y[0..count) = act(y), rounded; whole vectors.
+using Act = void (*)(BFloat16* y, int64_t count);
 
-inline Gate gate_of(c10::string_view act) {
-  Gate found = nullptr;
-  with_act(act, [&](const auto& f) {
-    using Act = std::decay_t<decltype(f)>;
-    found = [](const BFloat16* from, const BFloat16* up, BFloat16* y, int64_t count) { gate(from, up, y, count, Act()); };
+inline Act act_of(c10::string_view name) {
+  Act found = nullptr;
+  with_act(name, [&](const auto& f) {
+    using F = std::decay_t<decltype(f)>;
+    found = [](BFloat16* y, int64_t count) {
+      for (int64_t at = 0; at < count; at += LANES) put(F::template of<BFloat16>(load(y + at)), y + at);
+    };
   });
   return found;
 }
@@ -86,51 +100,30 @@ struct Product {
   Packed weights[2];
   int64_t groups, group, m, k, n;
   const BFloat16* beside;
-  Gate gate;  // null with one weight
+  Act act;  // null with one weight
   BFloat16* y;
 
-  int64_t count() const { return gate == nullptr ? 1 : 2; }
+  int64_t count() const { return act == nullptr ? 1 : 2; }
 };
 
-// Stores up to 16 rows' totals of one panel, [16][PANEL], to `columns` columns of y: scaled (unless `scales` is null),
-// plus bias, rounded, and then plus `beside`.
-inline void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, const BFloat16* beside,
-           BFloat16* y, int64_t stride, int64_t columns) {
-  for (int64_t c = 0; c < COLS; ++c) {
-    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
-    if (count <= 0) break;
-    const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
-    const auto go = [&](const auto& get, const auto& set) {
-      const Vec add = bias == nullptr ? Vec(0.0f) : get(bias + c * LANES);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = r * stride + c * LANES;
-        Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
-        if (bias != nullptr) sum = sum + add;
-        if (beside != nullptr) sum = rounded<BFloat16>(sum) + get(beside + at);
-        set(sum, y + at);
-      }
-    };
-    const int rest = static_cast<int>(count);
-    if (count == LANES)
-      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* into) { put(v, into); });
-    else
-      go([rest](const BFloat16* from) { return load(from, rest); },
-         [rest](const Vec& v, BFloat16* into) { put(v, into, rest); });
-  }
-}
-
-// The same for a weight's panel, from `row` on. With two weights, `half`, [16][PANEL], keeps the results of the first.
+// Stores up to 16 rows' totals of one weight's panel, [rows][PANEL], from `row` on. With two weights, `gates`,
+// [rows][PANEL], keeps act(x times the first).
 inline void leave(const float* totals, int64_t rows, const float* scales, const Product& of, int64_t weight, int64_t row,
-           int64_t panel, BFloat16* half) {
+                  int64_t panel, BFloat16* gates) {
   const int64_t first = panel * PANEL, columns = of.n - first, at = row * of.n + first;
   const BFloat16* bias = of.weights[weight].bias == nullptr ? nullptr : of.weights[weight].bias + first;
-  BFloat16* y = of.y + at;
-  if (of.gate == nullptr)
-    return leave(totals, rows, scales, bias, of.beside == nullptr ? nullptr : of.beside + at, y, of.n, columns);
-  if (weight == 0) return leave(totals, rows, scales, bias, nullptr, half, PANEL, columns);
-  alignas(LINE) BFloat16 up[TILE_ROWS * PANEL];
-  leave(totals, rows, scales, bias, nullptr, up, PANEL, columns);
-  for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, std::min(PANEL, columns));
+  const RowSums sums{totals, PANEL, LANES};
+  if (of.act != nullptr && weight == 0) {
+    leave_rows<COLS>(sums, rows, columns, scales, bias, nullptr, 0, gates, PANEL, [](Vec sum, Vec) { return sum; });
+    return of.act(gates, rows * PANEL);
+  }
+  if (of.act != nullptr)
+    return leave_rows<COLS>(sums, rows, columns, scales, bias, gates, PANEL, of.y + at, of.n,
+                            [](Vec sum, Vec gate) { return gate * rounded<BFloat16>(sum); });
+  if (of.beside != nullptr)
+    return leave_rows<COLS>(sums, rows, columns, scales, bias, of.beside + at, of.n, of.y + at, of.n,
+                            [](Vec sum, Vec beside) { return rounded<BFloat16>(sum) + beside; });
+  leave_rows<COLS>(sums, rows, columns, scales, bias, nullptr, 0, of.y + at, of.n, [](Vec sum, Vec) { return sum; });
 }
 
 // totals [PANEL] = a row of x, in float32, times one panel: by FMA, with the chains of a tile for each column and step.
@@ -174,13 +167,13 @@ void linear_row(const BFloat16* x, Prepared& prepared, const Product& of) {
   const float* wide = prepared.wide;  // the calling thread's memory, read by all threads
   share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
     const AsInTiles as_in_tiles;
-    alignas(LINE) BFloat16 half[PANEL];
+    alignas(LINE) BFloat16 gates[PANEL];
     alignas(LINE) float totals[PANEL];
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t i = 0; i < of.count(); ++i) {
         const auto& [codes, scales, _] = of.weights[i];
         sum_row<F>(wide, codes + panel * bytes, pairs, of.group / 2, scales + panel * of.groups * PANEL, of.groups, totals);
-        leave(totals, 1, nullptr, of, i, 0, panel, half);
+        leave(totals, 1, nullptr, of, i, 0, panel, gates);
       }
   });
 }
@@ -199,18 +192,18 @@ void linear_tiles(const BFloat16* x, Prepared& prepared, Product of) {
     const int64_t skip = panel * pairs * STEP_BYTES<F>, size = high_of(rows) * MADE_SUMS;  // sums of all rows, per panel
     const Codes<F> source{{of.weights[0].codes + skip, of.weights[1].codes + skip}, weights, pairs, of.group / 2};
     float* totals = own_memory<4, float>(groups == 1 ? 0 : count * weights * size);
-    BFloat16* half = own_memory<2, BFloat16>(weights == 1 ? 0 : count * size);
-    const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      const int64_t weight = p % weights, own = panel + p / weights, here = std::min(TILE_ROWS, rows - row);
+    BFloat16* gates = own_memory<2, BFloat16>(weights == 1 ? 0 : count * size);
+    const auto add_group = [&](int64_t p, int64_t at, int64_t row, int64_t some, const float* sums) {
+      const int64_t weight = p % weights, own = panel + p / weights;
       const float* scale = of.weights[weight].scales + (own * groups + at) * PANEL;
       const auto go = [&](const float* sums, const float* by) {
-        leave(sums, here, by, of, weight, from + row, own, half + p / weights * size + row * PANEL);
+        leave(sums, some, by, of, weight, from + row, own, gates + p / weights * size + row * PANEL);
       };
       if (groups == 1) return go(sums, scale);
       float* total = totals + p * size + row * PANEL;
       for (int64_t c = 0; c < COLS; ++c) {
         const Vec of_column = load(scale + c * LANES);
-        for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
+        for (int64_t i = c * LANES; i < some * PANEL; i += PANEL)
           at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
       }
       if (at == groups - 1) go(total, nullptr);

@@ -265,9 +265,9 @@ Tensor multiply_codes(const Tensor& x, Prepared& prepared, const Coded& w, const
             return code_tiles::Packed{of.codes.const_data_ptr<uint8_t>(), of.scales.const_data_ptr<float>(), bias(of)};
           };
           const T* along = beside.defined() ? beside.const_data_ptr<T>() : nullptr;
-          const code_tiles::Gate gate = second == nullptr ? nullptr : code_tiles::gate_of(act);
+          const code_tiles::Act apply = second == nullptr ? nullptr : code_tiles::act_of(act);
           return code_tiles::linear_tiles<F>(from, prepared, {{packed(w), packed(second == nullptr ? w : *second)}, groups,
-                                                              w.group, m, w.k, w.n, along, gate, into});
+                                                              w.group, m, w.k, w.n, along, apply, into});
         }
 #endif
       linear_rows<F, D, T>(from, w.codes.const_data_ptr<uint8_t>(), w.scales.const_data_ptr<float>(), groups, w.group,

@@ -118,11 +118,13 @@ struct Columns {
   const BFloat16* first;
   int64_t stride, k, n;
 
-  void make(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts, BFloat16* to) const {
+  int64_t pieces(int64_t) const { return MADE_COLUMNS; }
+
+  void make(int64_t panel, int64_t step, int64_t steps, int64_t column, int64_t end, BFloat16* to) const {
     const int64_t begin = panel * MADE_COLUMNS, count = std::min(MADE_COLUMNS, n - begin);
-    for (int64_t column = MADE_COLUMNS * part / parts; column < MADE_COLUMNS * (part + 1) / parts; ++column) {
+    for (; column < end; ++column) {
       const BFloat16* from = first + (begin + column) * stride + step * TILE_K;
-      BFloat16* into = to + (column % TILE_ROWS * MADE_TILES + column / TILE_ROWS) * TILE_K;
+      BFloat16* into = to + column / TILE_ROWS * TILE + column % TILE_ROWS * TILE_K;
       for (int64_t s = 0; s < steps; ++s, into += MADE) {
         const __mmask32 there = column < count ? mask_of(k - (step + s) * TILE_K) : 0;
         _mm512_store_si512(into, _mm512_maskz_loadu_epi16(there, from + s * TILE_K));
@@ -131,7 +133,8 @@ struct Columns {
     }
   }
 
-  void fetch(int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+  int64_t lines(int64_t) const { return 0; }
+  void fetch(int64_t, int64_t, int64_t, int64_t) const {}
 };
 
 // Stores up to 16 rows' sums with 64 columns, [16][4][16] of (column, block, row), plus bias, rounded, as rows of y.
@@ -162,9 +165,9 @@ void by_column_tiles(const BFloat16* x, int64_t x_row, const BFloat16* w, int64_
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const Columns source{w + panel * MADE_COLUMNS * w_row, w_row, k, n - panel * MADE_COLUMNS};
     sum_made<Weight::A>(tiles, tiled + from * steps * TILE_K, rows, steps, steps, source, count,
-                        [&](int64_t p, int64_t, int64_t row, const float* sums) {
+                        [&](int64_t p, int64_t, int64_t row, int64_t some, const float* sums) {
       const int64_t first = (panel + p) * MADE_COLUMNS;
-      leave_turned(sums, std::min(TILE_ROWS, rows - row), bias == nullptr ? nullptr : bias + first,
+      leave_turned(sums, some, bias == nullptr ? nullptr : bias + first,
                    y + (from + row) * y_row + first, y_row, n - first);
     });
   });
@@ -429,64 +432,43 @@ void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<
 
 static_assert(PANEL == TILES_WIDE * LANES);
 
-// Stores `rows` rows and `columns` columns of one panel's sums: plus bias, rounded, plus beside.
-[[gnu::always_inline]] inline void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16* beside,
-                                         BFloat16* y, int64_t stride, int64_t columns) {
-  for (int64_t c = 0; c < TILES_WIDE; ++c, sums += SUMS) {
-    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
-    if (count <= 0) break;
-    const auto go = [&](const auto& get, const auto& set) {
-      const Vec add = bias == nullptr ? Vec(0.0f) : get(bias + c * LANES);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = r * stride + c * LANES;
-        Vec sum = load(sums + r * LANES);
-        if (bias != nullptr) sum = sum + add;
-        if (beside != nullptr) sum = rounded<BFloat16>(sum) + get(beside + at);
-        set(sum, y + at);
-      }
-    };
-    const int rest = static_cast<int>(count);
-    if (count == LANES)
-      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* to) { put(v, to); });
-    else
-      go([rest](const BFloat16* from) { return load(from, rest); },
-         [rest](const Vec& v, BFloat16* to) { put(v, to, rest); });
-  }
-}
+// The sums of a panel of tiles.
+RowSums of_panel(const float* sums) { return {sums, LANES, SUMS}; }
 
 using TileProduct = Product<BFloat16, BFloat16>;
 
-// The rows of x from `row` on, a multiple of 16.
-TileRows rows_from(const TileRows& x, int64_t row, int64_t steps) { return {x.at + row * steps * TILE_K, x.row, x.step}; }
-
 // x [m, k] times several weights, whose panels are shared out together.
-void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
+void multiply_tiles(const ManyRows& x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
   const int64_t steps = steps_of(k), size = steps * STEP;
   int64_t all = 0;
   for (const TileProduct& to : products) all += to.panels();
   share_tiles(m, steps, all, TOGETHER, size * 2, std::min(m, TILE_ROWS),
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-    const TileProduct* of[TOGETHER + BEHIND];
-    const BFloat16* panels[TOGETHER + BEHIND];
-    int64_t first[TOGETHER + BEHIND];  // first column of the panel
-    for (int64_t p = 0; p < count + BEHIND; ++p) {
+    const TileProduct* of[2 * TOGETHER];
+    const BFloat16* panels[2 * TOGETHER];
+    int64_t first[2 * TOGETHER];  // first column of the panel
+    for (int64_t p = 0; p < 2 * count; ++p) {
       int64_t at = std::min(panel + p, all - 1);
       for (of[p] = products.data(); at >= of[p]->panels(); ++of[p]) at -= of[p]->panels();
       panels[p] = of[p]->packed + at * size, first[p] = at * PANEL;
     }
     const auto put_rows = [&](int64_t p, int64_t row, int64_t some, const float* sums) {
       const TileProduct& to = *of[p];
-      const int64_t at = (from + row) * to.n + first[p];
-      leave(sums, std::min(some, rows - row), to.bias == nullptr ? nullptr : to.bias + first[p],
-            to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first[p]);
+      const int64_t at = (from + row) * to.n + first[p], height = std::min(some, rows - row);
+      const BFloat16* bias = to.bias == nullptr ? nullptr : to.bias + first[p];
+      if (to.beside == nullptr)
+        return leave_rows<TILES_WIDE>(of_panel(sums), height, to.n - first[p], nullptr, bias, nullptr, 0, to.y + at, to.n,
+                                      [](Vec sum, Vec) { return sum; });
+      leave_rows<TILES_WIDE>(of_panel(sums), height, to.n - first[p], nullptr, bias, to.beside + at, to.n, to.y + at, to.n,
+                             [](Vec sum, Vec beside) { return rounded<BFloat16>(sum) + beside; });
     };
-    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, put_rows);
+    sum_panels(tiles, x, from, rows, steps, panels, count, put_rows);
   });
 }
 
 // gated.y = act(x times one weight) times (x times another), each rounded separately.
 template <typename F>
-void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TileProduct& gated, TileProduct up,
+void multiply_gated_tiles(const ManyRows& x, int64_t m, int64_t k, const TileProduct& gated, TileProduct up,
                           const F& act) {
   if (m > TILE_ROWS && m <= 2 * TILE_ROWS) {  // one weight after the other, each read in one direction
     up.y = own_memory<2, BFloat16>(m * up.n);
@@ -497,24 +479,24 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
   const TileProduct* both[] = {&gated, &up};
   share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2, std::min(m, TILE_ROWS),
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-    const BFloat16* panels[TOGETHER + BEHIND];
-    for (int64_t p = 0; p < 2 * count + BEHIND; ++p)
+    const BFloat16* panels[2 * TOGETHER];
+    for (int64_t p = 0; p < 4 * count; ++p)
       panels[p] = both[p % 2]->packed + std::min(panel + p / 2, gated.panels() - 1) * size;
-    // Results of the first weight, for each panel and these rows, kept until those of the second weight.
-    auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
+    // act(x times a panel of the first weight) for up to 32 rows, until the sums of the second weight's panel leave.
+    alignas(LINE) BFloat16 gate_rows[2 * TILE_ROWS * PANEL];
     const auto put_rows = [&](int64_t p, int64_t row, int64_t some, const float* sums) {
-      const int64_t first = (panel + p / 2) * PANEL, columns = std::min(PANEL, n - first);
-      const int64_t height = std::min(some, rows - row);
+      const int64_t first = (panel + p / 2) * PANEL, height = std::min(some, rows - row);
       const TileProduct& of = *both[p % 2];
       const BFloat16* bias = of.bias == nullptr ? nullptr : of.bias + first;
-      BFloat16* there = half + (p / 2 * high_of(rows) * TILE_ROWS + row) * PANEL;
-      if (p % 2 == 0) return leave(sums, height, bias, nullptr, there, PANEL, columns);
-      alignas(LINE) BFloat16 here[TILE_ROWS * PANEL];
-      leave(sums, height, bias, nullptr, here, PANEL, columns);
-      for (int64_t r = 0; r < height; ++r)
-        gate(there + r * PANEL, here + r * PANEL, gated.y + (from + row + r) * n + first, columns, act);
+      BFloat16* gate = gate_rows + row % (2 * TILE_ROWS) * PANEL;
+      if (p % 2 == 0)
+        return leave_rows<TILES_WIDE>(of_panel(sums), height, n - first, nullptr, bias, nullptr, 0, gate, PANEL,
+                                      [](Vec sum, Vec) { return F::template of<BFloat16>(rounded<BFloat16>(sum)); });
+      leave_rows<TILES_WIDE>(of_panel(sums), height, n - first, nullptr, bias, gate, PANEL,
+                             gated.y + (from + row) * n + first, n,
+                             [](Vec sum, Vec gate) { return gate * rounded<BFloat16>(sum); });
     };
-    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count, put_rows);
+    sum_panels(tiles, x, from, rows, steps, panels, 2 * count, put_rows);
   });
 }
 
@@ -583,8 +565,9 @@ struct Multiplication {
     if constexpr (std::is_same_v<D, Pairs>)
       if (by_tiles()) {
         if (m == 0) return;
-        const bool as_it_is = m <= TILE_ROWS && k % TILE_K == 0;
-        const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k, k), TILE_K, TILE};
+        int64_t columns = 0;
+        for (const auto& each : products) columns += each.n;
+        const ManyRows tiled = rows_for(from, m, k, columns);
         if (act.empty()) return multiply_tiles(tiled, m, k, products);
         return with_act(act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
       }

@@ -19,7 +19,8 @@ from engine.kernels import weight_quantization
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 FORMATS = sorted(BITS)
-SHAPES = [(1, 1), (3, 2), (64, 32), (65, 33), (130, 577), (7, 1000), (50, 2100)]  # weights [n, k]
+IN_PLACE = [(130, 96), (50, 2080)]  # of many rows, x is read where it is
+SHAPES = [(1, 1), (3, 2), (64, 32), (65, 33), (130, 577), (7, 1000), (50, 2100), *IN_PLACE]  # weights [n, k]
 ROWS = [*range(1, 34), 100, 600]
 GROUPS = [2, 30, 32, 34, 64, 96, 128, 512]
 
