@@ -53,6 +53,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "links": Measurement("microbench.link_failures:main", "links that fail again and again: what remains of them"),
         "attention": Measurement("microbench.attention:main", "attention of one layer, also with quantised KV"),
         "machine-code": Measurement("microbench.machine_code:main", "GPU kernels as machine code, without a GPU"),
+        "prefill": Measurement("microbench.prefill:main", "a prompt of 512 tokens, by format of the weights"),
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "ranks": Measurement("microbench.ranks:main", "a worker of several ranks against one of several threads"),
         "recurrence": Measurement("microbench.recurrence:main", "one recurrent layer, compared with transformers"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from loadtest.commands import main
 from loadtest.harness import machine
 from loadtest.harness.machine import QUICK, Machine, Peaks, Sizes, reader
 from loadtest.harness.random_checkpoints import REAL
-from loadtest.microbench import products, step
+from loadtest.microbench import prefill, products, step
 
 CPU = torch.device("cpu")
 built = pytest.mark.skipif(
@@ -134,6 +136,32 @@ def test_products_are_told_as_shares_of_the_bandwidth(
     for row in rows:
         assert float(row[5].rstrip("%")) == pytest.approx(100 * float(row[4]), abs=6)
         assert float(row[6].rstrip("%")) >= float(row[5].rstrip("%")) - 1  # reading is one of the two floors
+
+
+@built
+def test_a_prefill_is_told_as_a_share_of_its_floor_at_the_same_rank_of_their_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Products run at 1e9 FLOP/s here, and in one turn of four at 4e9."""
+    needed = 2 * 512 * Sizes.of(REAL["SmolLM2-135M"]).layers / 1e9
+    seconds = {"checkpoint": itertools.repeat(2 * needed), "int8": itertools.repeat(4 * needed)}
+    monkeypatch.setattr(prefill, "make_checkpoint", lambda folder, shape: folder)
+    monkeypatch.setattr(prefill, "_prefill", lambda _, weights: lambda: next(seconds[weights]))
+    turns = {
+        size: itertools.cycle([2 * math.prod(size) / rate for rate in (4e9, 1e9, 1e9, 1e9)])
+        for size in machine.Plan().shapes
+    }
+    monkeypatch.setattr(machine, "products", lambda _, size: {"ours": lambda: next(turns[size])})
+    before = torch.get_num_threads()
+    try:
+        assert main(["prefill", "--repeats", "10"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    shares = {(row[0].lstrip("| "), row[1]): (row[3], row[4]) for row in rows}
+    assert shares["least", "checkpoint"] == ("12%", "1.00")
+    assert shares["median", "checkpoint"] == ("50%", "1.00")
+    assert shares["median", "int8"] == ("25%", "2.00")
 
 
 def test_a_quick_plan_is_a_small_one() -> None:
