@@ -482,13 +482,13 @@ void multiply_gated_tiles(const ManyRows& x, int64_t m, int64_t k, const TilePro
     const BFloat16* panels[2 * TOGETHER];
     for (int64_t p = 0; p < 4 * count; ++p)
       panels[p] = both[p % 2]->packed + std::min(panel + p / 2, gated.panels() - 1) * size;
-    // act(x times a panel of the first weight) for up to 32 rows, until the sums of the second weight's panel leave.
-    alignas(LINE) BFloat16 gate_rows[2 * TILE_ROWS * PANEL];
+    // act(x times a panel of the first weight) for some rows, until the sums of the second weight's panel leave.
+    alignas(LINE) BFloat16 gate_rows[BY_PANELS * PANEL];
     const auto put_rows = [&](int64_t p, int64_t row, int64_t some, const float* sums) {
       const int64_t first = (panel + p / 2) * PANEL, height = std::min(some, rows - row);
       const TileProduct& of = *both[p % 2];
       const BFloat16* bias = of.bias == nullptr ? nullptr : of.bias + first;
-      BFloat16* gate = gate_rows + row % (2 * TILE_ROWS) * PANEL;
+      BFloat16* gate = gate_rows + row % BY_PANELS * PANEL;
       if (p % 2 == 0)
         return leave_rows<TILES_WIDE>(of_panel(sums), height, n - first, nullptr, bias, nullptr, 0, gate, PANEL,
                                       [](Vec sum, Vec) { return F::template of<BFloat16>(rounded<BFloat16>(sum)); });

@@ -1,8 +1,8 @@
 // Rows times panels whose tiles are made as the weight is read: widened from codes, or copied from contiguous columns.
 //
-// A step of k of a panel is four tiles, one after another. Each group of steps has a sum of its
-// own. x is packed in tiles [m / 16][steps][16][64 bytes]. Up to 16 rows take a step at a time, which stays in L1; more
-// rows take MADE_DEEP steps of two panels at a time, which stay in L2: each 32 rows pass them, two by two tiles.
+// A step of k of a panel is four tiles, one after another. Each group of steps has a sum of its own. x is packed in tiles
+// [m / 16][steps][16][64 bytes]. Up to 16 rows take a step at a time, which stays in L1; more rows take MADE_DEEP steps of
+// two panels at a time, which stay in L2: each 32 rows pass them, two by two tiles.
 #pragma once
 
 #include "tile_panels.h"

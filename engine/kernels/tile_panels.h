@@ -2,9 +2,10 @@
 //
 // x is packed in tiles [m / 16][k / 32][16][32], with rows and k padded with zeros, or read in place. A panel is
 // [k / 32][3][16 pairs][16][2]: three tiles of B for each step, in the order of reading. Up to 32 rows read the weight
-// once, panel by panel from front to back. More rows take DEEP steps of k of some panels, which stay in L2: each 32 rows
-// pass them all, and so write whole cache lines of y. Partial sums are stored in memory, which changes no bits. The sums
-// of 32 rows and a panel leave while the next are computed: tiles and vectors are different units of the processor.
+// once, panel by panel from front to back. More rows take DEEP steps of k of some panels, which stay in L2. Up to BY_PANELS
+// rows, which wait for memory, pass one panel after another; of more, each 32 rows pass them all, and so write whole cache
+// lines of y. Partial sums are stored in memory, which changes no bits. The sums of 32 rows and a panel leave while the
+// next are computed: tiles and vectors are different units of the processor.
 #pragma once
 
 #include "ops.h"
@@ -25,6 +26,7 @@ constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a
 constexpr int64_t DEEP = 48;                                    // at most: 144 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
+constexpr int64_t BY_PANELS = 192;                              // rows up to which panels are read one after another
 constexpr int64_t OWN_ROWS = 128;                               // rows per thread from which each thread has its own
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
@@ -237,7 +239,7 @@ struct Leaving {
 };
 
 // `rows` rows of x, from `first` on, times `count` panels of equal length; `panels` names as many more, to be prefetched.
-// Calls leave(panel, row, some, sums) for each panel and each row once, `some` rows of 16 at a time, and for each 32 rows
+// Calls leave(panel, row, some, sums) for each panel and each row once, up to 16 at a time, and for each BY_PANELS rows
 // panel after panel; vector c of a row is LANES floats at sums + c * SUMS, the next row LANES further.
 template <typename M, typename L>
 void sum_panels(M& tiles, const ManyRows& x, int64_t first, int64_t rows, int64_t steps,
@@ -248,6 +250,7 @@ void sum_panels(M& tiles, const ManyRows& x, int64_t first, int64_t rows, int64_
   constexpr int64_t SIZE = 2 * TILES_WIDE * SUMS;
   alignas(LINE) float out[2][SIZE];
   int turn = 0;
+  const bool by_panels = high <= BY_PANELS / TILE_ROWS;
   Leaving before;  // complete, and leaves while the next are computed
   const int64_t pairs = (high + 1) / 2;
   const int64_t blocks = (steps + DEEP - 1) / DEEP;
@@ -256,43 +259,45 @@ void sum_panels(M& tiles, const ManyRows& x, int64_t first, int64_t rows, int64_
     deep = steps * (block + 1) / blocks - from;
     const int64_t each = share_of_rows(deep);
     const bool begins = from == 0, last = from + deep == steps;
-    for (int64_t pair = 0; pair < pairs; ++pair) {
+    for (int64_t i = 0; i < pairs * count; ++i) {
+      const int64_t pair = by_panels ? i % pairs : i / count, p = by_panels ? i / pairs : i % count;
       const int64_t row = pair * 2 * TILE_ROWS;
       const TileRows own = x.from(first + row);
       const auto* upper = own.at + from * own.step;
       const auto* lower = 2 * pair + 1 < high ? upper + own.tile : upper;
-      for (int64_t p = 0; p < count; ++p) {
-        const auto* panel = panels[p] + from * STEP;
-        const auto* next = last ? panels[count + p] : panel + deep * STEP;
-        float* kept = waiting + (p * pairs + pair) * SIZE;
-        if (begins) {
-          zero_sums<2>(tiles);
-        } else {
-          tiles.template load<0>(kept, WIDTH_BYTES);
-          tiles.template load<1>(kept + SUMS, WIDTH_BYTES);
-          tiles.template load<2>(kept + 2 * SUMS, WIDTH_BYTES);
-          tiles.template load<3>(kept + 3 * SUMS, WIDTH_BYTES);
-          tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
-          tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
-        }
-        const auto beside = [&](int64_t s) { before.share(s, each, leave); };
-        // Each pair of tiles of rows prefetches an equal share of the next block, to limit outstanding cache misses.
-        const auto add = [&]<int LINES>() {
-          constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // elements per step
-          add_steps<LINES>(tiles, own, upper, lower, panel, deep, next + pair * deep * SHARE, beside);
-        };
-        if (pairs >= TILE_ROWS)
-          add.template operator()<1>();
-        else if (pairs >= TILE_ROWS / 2)
-          add.template operator()<2>();
-        else if (pairs >= TILE_ROWS / 4)
-          add.template operator()<4>();
-        else
-          add.template operator()<8>();
-        float* sums = last ? out[turn ^= 1] : kept;
-        store_sums<2>(tiles, sums);
-        if (last) before = {sums, p, row, std::min(2 * TILE_ROWS, rows - row)};
+      const auto* panel = panels[p] + from * STEP;
+      const auto* next = by_panels && p + 1 < count ? panels[p + 1] + from * STEP
+                         : by_panels                ? panels[last ? count : 0] + (last ? 0 : from + deep) * STEP
+                         : last                     ? panels[count + p]
+                                                    : panel + deep * STEP;
+      float* kept = waiting + (p * pairs + pair) * SIZE;
+      if (begins) {
+        zero_sums<2>(tiles);
+      } else {
+        tiles.template load<0>(kept, WIDTH_BYTES);
+        tiles.template load<1>(kept + SUMS, WIDTH_BYTES);
+        tiles.template load<2>(kept + 2 * SUMS, WIDTH_BYTES);
+        tiles.template load<3>(kept + 3 * SUMS, WIDTH_BYTES);
+        tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
+        tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
       }
+      const auto beside = [&](int64_t s) { before.share(s, each, leave); };
+      // Each pair of tiles of rows prefetches an equal share of the next block, to limit outstanding cache misses.
+      const auto add = [&]<int LINES>() {
+        constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // elements per step
+        add_steps<LINES>(tiles, own, upper, lower, panel, deep, next + pair * deep * SHARE, beside);
+      };
+      if (pairs >= TILE_ROWS)
+        add.template operator()<1>();
+      else if (pairs >= TILE_ROWS / 2)
+        add.template operator()<2>();
+      else if (pairs >= TILE_ROWS / 4)
+        add.template operator()<4>();
+      else
+        add.template operator()<8>();
+      float* sums = last ? out[turn ^= 1] : kept;
+      store_sums<2>(tiles, sums);
+      if (last) before = {sums, p, row, std::min(2 * TILE_ROWS, rows - row)};
     }
   }
   before.share(0, 2 * TILE_ROWS, leave);
