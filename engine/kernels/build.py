@@ -1,4 +1,4 @@
-"""Builds the compiled operators: `python -m engine.kernels.build`, which `make setup` calls. Takes two minutes of two cores, once.
+"""Builds the compiled operators: `python -m engine.kernels.build`, which `make setup` calls. Takes minutes, once.
 
     python -m engine.kernels.build                the best level that this machine has
     python -m engine.kernels.build --level avx2   that one

@@ -83,9 +83,9 @@ struct ManyRows {
   }
 };
 
-// Rows of x [m, k] for a product with `columns` columns. To pack them takes as long as a fifth of a product with as many
-// columns as k; in place, tiles are read a little more slowly, and twice as slowly where the rows begin at multiples of
-// 4 KiB, the lines of one place in a first-level cache.
+// Rows of x [m, k] for a product with `columns` columns. To pack them takes some tenth of a product with as many columns
+// as k. In place, tiles are read a little more slowly, and much more slowly where rows begin at multiples of 4 KiB: their
+// lines have one place in a first-level cache.
 inline ManyRows rows_for(const c10::BFloat16* x, int64_t m, int64_t k, int64_t columns) {
   const auto packed = [&](int64_t first) -> TileRows {
     return {tiles_of(x + first * k, m - first, k, k), TILE_K, TILE, steps_of(k) * TILE};
