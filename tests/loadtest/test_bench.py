@@ -56,7 +56,8 @@ def folder() -> Any:
 
 @pytest.mark.timeout(620)
 def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
-    """Each part has rows, each row a ratio above zero within its middle half, and the conditions are told."""
+    """Each part has rows, each row a ratio above zero within its middle half, and the conditions are told. Those of
+    telemetry are one plus a difference of processor times, which two rounds beside other work can make anything."""
     report_file = tmp_path / "report.json"
     process = start(folder, "--json", str(report_file), program=COPIED)
     output, _ = process.communicate(timeout=600)
@@ -72,7 +73,8 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
         assert section["rows"], name
         for row in section["rows"]:
             ratio = row["ratio"]
-            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"] < float("inf"), row
+            assert ratio["low"] <= ratio["median"] <= ratio["high"] < float("inf"), row
+            assert ratio["low"] > (-float("inf") if name == "telemetry" else 0), row
             assert ratio["count"] > 1, row
     wait_until(lambda: not left_behind(folder), 30, lambda: left_behind(folder))  # what is copied ends when it notices
 
