@@ -316,7 +316,7 @@ async def test_a_connection_without_a_handshake_does_not_hold_up_the_end(served:
 
 
 async def test_a_client_that_vanished_is_noticed(served: Any) -> None:
-    """The client acknowledges nothing and sends no reset: the kernel probes it, and gives up within the write timeout."""
+    """The client acknowledges nothing and sends no reset; the kernel probes it and gives up in the write timeout."""
     async with served() as (server, connect):
         await answered(*await connect())
         (one,) = server.connections._open
