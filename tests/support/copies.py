@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TextIO
 
 STOP_TIMEOUT_S = 30.0
+PRELOADED = "tests.support.preloaded"
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.support.preloaded"])
+_SERVER.set_forkserver_preload([PRELOADED])
 
 
 class Copy:
@@ -108,6 +109,8 @@ def _live(
         os.dup2(output.fileno(), 2)
     given.close()
     output.close()
+    if PRELOADED not in sys.modules:  # a fork server passes over an ImportError, and each copy would import by itself
+        raise ImportError(f"the fork server could not import {PRELOADED}")
     sys.stdin = os.fdopen(0)
     os.environ.clear()
     os.environ.update(env)

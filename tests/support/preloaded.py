@@ -10,7 +10,8 @@ from services.launch import importing
 with importing():
     for module in (
         "engine.kernels.build",
-        *(f"services.{role}.servicer" for role in ("router", "prefill", "decode")),
+        "services.router.server",
+        *(f"services.{role}.servicer" for role in ("prefill", "decode")),
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3")),  # those of most tests
     ):
         import_module(module)
