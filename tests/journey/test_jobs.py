@@ -560,7 +560,7 @@ async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(
     """Before the client's own filter, the messages contain no part that ends where the watch begins."""
     monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 0)
     prompt = oracle.prompts(tiny, [30])[0]
-    async with inside() as cluster:
+    async with inside(stream_interval_s=0.0) as cluster:
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
         await read(cluster.client, job.job_id)
         stub = jobs_pb2_grpc.JobServiceStub(cluster.client._channel)
