@@ -33,22 +33,25 @@ RANKS = {"least": 0.0, "tenth": 0.1, "median": 0.5}
 CPU = torch.device("cpu")
 
 
-def _prefill(folder: Path, weights: str) -> Callable[[], float]:
-    """A function that computes a new prompt in one step and returns its seconds."""
-    model = load_model(str(folder), dtype=torch.bfloat16, device=CPU, max_model_len=PROMPT + 1, weights=weights)
-    blocks = 3 * (PROMPT // BLOCK + 1)
-    config = EngineConfig(num_blocks=blocks, block_size=BLOCK, token_budget=PROMPT, max_running=1, spare_block=True)
-    engine = Engine(model, config)
+def new_prompt(engine: Engine, length: int) -> Callable[[], float]:
+    """A function that computes a new prompt of this many tokens in one step and returns its seconds."""
 
     def once() -> float:
-        tokens = random.choices(range(model.vocab_size), k=PROMPT)  # so that the prefix cache has none of it
-        sequence = Sequence(id="", tokens=tokens, prompt_len=PROMPT, max_len=PROMPT + 1)
+        tokens = random.choices(range(engine.model.vocab_size), k=length)  # so that the prefix cache has none of it
+        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=length, max_len=length + 1)
         engine.add(sequence)
         seconds = taken(engine.step)
-        assert len(sequence.tokens) == PROMPT + 1, "the prompt did not fit into one step"
+        assert len(sequence.tokens) == length + 1, "the prompt did not fit into one step"
         return seconds
 
     return once
+
+
+def _engine(folder: Path, weights: str) -> Engine:
+    model = load_model(str(folder), dtype=torch.bfloat16, device=CPU, max_model_len=PROMPT + 1, weights=weights)
+    blocks = 3 * (PROMPT // BLOCK + 1)
+    config = EngineConfig(num_blocks=blocks, block_size=BLOCK, token_budget=PROMPT, max_running=1, spare_block=True)
+    return Engine(model, config)
 
 
 def main(
@@ -61,7 +64,7 @@ def main(
     flop: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tandem-prefill-") as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", shape)
-        sides = {each: _prefill(checkpoint, each) for each in weights.split(",")}
+        sides = {each: new_prompt(_engine(checkpoint, each), PROMPT) for each in weights.split(",")}
     formats = list(sides)
     for size in machine.Plan().shapes:
         for whose, product in machine.products(torch.bfloat16, size).items():

@@ -19,6 +19,7 @@ from engine.kernels.modules import panels
 from engine.loading.model_loader import load_model
 from loadtest.harness import machine
 from loadtest.harness.stats import Row, Section, Spread, Tick, in_turn, ratios, taken
+from loadtest.microbench.prefill import new_prompt
 
 ATTENTION = ("sdpa", "eager")
 BLOCK_SIZE = 16
@@ -112,14 +113,6 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
     vocab = engine.model.vocab_size
     products = machine.products(dtype).values()
 
-    def packed() -> float:
-        tokens = random.choices(range(vocab), k=plan.prompt)  # fresh, so that the prefix cache has none of it
-        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, max_len=plan.prompt + 1)
-        engine.add(sequence)
-        seconds = taken(engine.step)
-        assert len(sequence.tokens) == plan.prompt + 1, "the prompt did not fit into one step"
-        return seconds
-
     def forward(attention: str) -> Callable[[], float]:
         def once() -> float:
             plain.set_attn_implementation(attention)
@@ -130,7 +123,8 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
         return once
 
     plains = {implementation: forward(implementation) for implementation in ATTENTION}
-    return in_turn({"packed": packed, **plains, "floor": lambda: min(product() for product in products)}, plan.repeats)
+    sides = {"packed": new_prompt(engine, plan.prompt), **plains}
+    return in_turn({**sides, "floor": lambda: min(product() for product in products)}, plan.repeats)
 
 
 def _decode(engine: Engine, plain: Any, plan: Plan, batch: int, read: Callable[[], float]) -> dict[str, list[float]]:
