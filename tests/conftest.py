@@ -17,6 +17,7 @@ from xdist.workermanage import WorkerController
 
 from tests.support.triton_interpreter import (
     check_no_overflow,
+    describe_shapes_once,
     read_signatures_once,
     replace_the_language_once,
     sum_each_row_alone,
@@ -159,6 +160,7 @@ def pytest_runtestloop() -> None:
         replace_the_language_once()
         check_no_overflow()
         read_signatures_once()
+        describe_shapes_once()
     gc.freeze()
     gc.enable()
 

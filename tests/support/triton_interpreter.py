@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -64,3 +65,41 @@ def read_signatures_once() -> None:
 
     known = {"getfullargspec": specification, "getcallargs": arguments}
     interpreter.inspect = SimpleNamespace(**vars(inspect) | known)
+
+
+def describe_shapes_once() -> None:
+    """For the rest of this process. Each operator describes the shape and the type of its result anew, as objects that
+    nobody changes: a quarter of the interpreter's time."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @cache
+    def of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+    @cache
+    def of_type(given: tuple[Any, ...]) -> tuple[Any, int, str]:
+        shape = core._unwrap_shape(given)
+        return core.tuple(shape), core.validate_block_shape(shape), str(core.tuple(shape))
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = of_tensor(tuple(type.shape) if type.is_block() else ())
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, shown = of_type(tuple(getattr(shape, "values", shape)))
+        self.name = f"<{shown}, {element_ty}>"
+
+    core.tensor.__init__ = tensor
+    core.block_type.__init__ = block_type
+
+    of_numpy = interpreter._get_np_dtype
+    pointer = np.dtype(np.uint64)
+
+    def numpy_type(type: Any) -> np.dtype[Any]:
+        element = type.scalar
+        return pointer if isinstance(element, core.pointer_type) else by_name(element)
+
+    by_name = cache(of_numpy)
+    interpreter._get_np_dtype = numpy_type
