@@ -137,9 +137,13 @@ def folder_within(root: Path, path: str) -> Path:
         raise outside from error
     if not all(file.is_relative_to(root) for file in files):
         raise outside
-    if not all(file.is_file() for file in files):
+    try:
+        missing = None if all(file.is_file() for file in files) else f"it has no {CONFIG} or no {WEIGHTS}"
+    except OSError as error:  # not permitted, or a network's file system that is gone
+        missing = error.strerror
+    if missing is not None:
         raise NotFound(
-            f"no adapter was found in {path!r:.200}: it has no {CONFIG} or no {WEIGHTS}",
+            f"no adapter was found in {path!r:.200}: {missing}",
             field="path",
             bound="a folder that PEFT has saved",
         )

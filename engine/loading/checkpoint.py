@@ -76,8 +76,8 @@ def check_safetensors(file: Path) -> None:
     The format: 8 bytes little-endian header length, a JSON header with `data_offsets` of each tensor, the data
     (huggingface/safetensors, README).
     """
-    actual = file.stat().st_size
     try:
+        actual = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > actual - 8:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from engine.core.block_hash import DIGEST_BYTES
@@ -48,6 +49,13 @@ def read(name: str, folder: str | Path, most_bytes: int | None = None) -> Adapte
     """`most_bytes` bounds the file of the weights, which is read as a whole. Raises CheckpointRefused with one sentence
     that names the file and the field or tensor."""
     folder = Path(folder).expanduser()
+    try:
+        return _read(name, folder, most_bytes)
+    except OSError as error:
+        raise CheckpointRefused(f"adapter {name}: {folder} cannot be read: {error.strerror}") from error
+
+
+def _read(name: str, folder: Path, most_bytes: int | None) -> Adapter:
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise CheckpointRefused(f"adapter {name}: {folder} has no {file}; pass a folder that PEFT has saved")
@@ -105,12 +113,13 @@ def _refused(file: Path, field: str, value: object) -> CheckpointRefused:
 def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
     """The tensors by (layer, "A" or "B"), and a digest of the bytes from which they were read."""
     check_safetensors(file)
+    content = file.read_bytes()
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise CheckpointRefused(f"{file} cannot be read: {error.strerror}") from error
+        found = load(content)
+    except (SafetensorError, KeyError) as error:  # KeyError: a type that torch does not have
+        raise CheckpointRefused(f"{file} is not a readable safetensors file ({error}); save it again") from error
     tensors: dict[tuple[str, str], torch.Tensor] = {}
-    for name, tensor in load(content).items():
+    for name, tensor in found.items():
         match = TENSOR.fullmatch(name)
         if match is None:
             raise CheckpointRefused(f"{file} holds {name:.200}, which is not served; only lora_A and lora_B are")

@@ -334,6 +334,12 @@ def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     (folder / lora_loader.WEIGHTS).unlink()
     with pytest.raises(CheckpointRefused, match=r"has no adapter_model\.safetensors"):
         lora_loader.read("x", folder)
+    for type in (b"F99", b"C64"):  # of nobody, and not of matrices that are served
+        (folder / lora_loader.WEIGHTS).write_bytes(whole.replace(b"F32", type, 1))
+        with pytest.raises(CheckpointRefused, match="safetensors"):
+            lora_loader.read("x", folder)
+    with pytest.raises(CheckpointRefused, match="cannot be read: File name too long"):
+        lora_loader.read("x", tmp_path / ("x" * 300))
     (folder / lora_loader.WEIGHTS).write_bytes(whole)
     (folder / lora_loader.CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 4}))
     with pytest.raises(CheckpointRefused, match="names no peft_type"):

@@ -4,6 +4,7 @@ requests."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import urllib.error
@@ -185,6 +186,7 @@ async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> No
         ("x", "", 400, "lora_path"),
         ("x", "nowhere", 404, "no adapter was found"),
         ("x", "empty", 404, "no adapter was found"),
+        ("x", "x" * 300, 404, "File name too long"),
         ("x", "wide", 400, "has room for 16"),
         ("x", "large", 400, "the largest adapter that fits"),
         ("x", "broken", 400, "peft_type"),
@@ -506,6 +508,29 @@ async def test_a_later_worker_without_the_folder_serves_the_rest(
             if lacking.runtime_adapters.served:
                 break
         assert not (await cluster.client.diagnose()).problems
+
+
+async def test_a_later_worker_that_may_not_read_the_folder_serves_the_rest(
+    inside: Any, root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts, follows the list, and has the adapters that it can read."""
+    prompt, is_file = oracle.prompts(tiny, [30])[0], Path.is_file
+
+    def forbidden(path: Path) -> bool:
+        if path.parent.name == "red":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return is_file(path)
+
+    async with inside(adapter_root=root, prefill=0) as cluster:
+        for name in ("red", "blue"):
+            await cluster.client.load_adapter(name, name)
+        monkeypatch.setattr(Path, "is_file", forbidden)
+        later = await cluster.start_worker("decode-1")
+        await cluster.seen(2)
+        assert list(later.runtime_adapters.served) == ["blue"]
+        for name in ("", "red", "blue"):
+            done = await cluster.client.generate(prompt, adapter=name, max_tokens=4, ignore_eos=True)
+            assert len(done.token_ids) == 4
 
 
 async def test_a_registry_that_loses_the_list_gets_it_back(inside: Any, root: Path) -> None:
