@@ -524,9 +524,10 @@ async def test_a_later_worker_that_may_not_read_the_folder_serves_the_rest(
     async with inside(adapter_root=root, prefill=0) as cluster:
         for name in ("red", "blue"):
             await cluster.client.load_adapter(name, name)
-        monkeypatch.setattr(Path, "is_file", forbidden)
-        later = await cluster.start_worker("decode-1")
-        await cluster.seen(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "is_file", forbidden)
+            later = await cluster.start_worker("decode-1")
+            await cluster.seen(2)
         assert list(later.runtime_adapters.served) == ["blue"]
         for name in ("", "red", "blue"):
             done = await cluster.client.generate(prompt, adapter=name, max_tokens=4, ignore_eos=True)

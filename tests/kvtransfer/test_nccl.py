@@ -240,6 +240,37 @@ async def test_a_read_that_is_cancelled_twice_leaves_no_later_batch(
     assert (pair.sink.array[1:] == 7).all()
 
 
+async def test_a_read_that_is_cancelled_twice_awaits_every_batch_that_is_being_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both cancellations come in the middle of the first of two batches: the read ends after the second one."""
+    began, go = held_scatter(monkeypatch)
+    held, second, written = nccl.Pages.scatter, threading.Event(), list[int]()
+    monkeypatch.setattr(nccl, "batches", lambda pairs, size: [[one] for one in pairs])
+    monkeypatch.setattr(nccl.Batch, "give_up", lambda batch: False)  # each is being written
+
+    def scatter(*arguments: Any) -> None:
+        if written:
+            assert second.wait(10)
+        held(*arguments)
+        written.append(1)
+
+    monkeypatch.setattr(nccl.Pages, "scatter", scatter)
+    await pair.connect()
+    reading = asyncio.create_task(pair.read([(0, 0), (1, 1)]))
+    assert await asyncio.to_thread(began.wait, 10)
+    for _ in range(2):
+        reading.cancel()
+        await asyncio.wait([reading], timeout=0.05)
+    go.set()
+    await asyncio.wait([reading], timeout=0.2)
+    assert not reading.done()
+    second.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert len(written) == 2
+
+
 async def test_a_batch_that_cannot_be_written_fails_its_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may be out of memory at that moment. The link ends, and the read does not wait for it."""
 

@@ -128,8 +128,9 @@ class NcclTransport:
                 flying.popleft()
         finally:
             writing = [batch for batch in flying if not batch.give_up()]  # first all: the wait may be cancelled
-            for batch in writing:
-                await settle(asyncio.wrap_future(batch.done), f"a read from {peer.agent_name}")
+            if writing:
+                ended = asyncio.gather(*(asyncio.wrap_future(batch.done) for batch in writing), return_exceptions=True)
+                await settle(ended, f"a read from {peer.agent_name}")
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
     def device(self, peer: Peer) -> str:
