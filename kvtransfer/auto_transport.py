@@ -19,10 +19,12 @@ from time import monotonic
 from kvtransfer.pair_choice import Choice, choose
 from kvtransfer.transport import STALL_S, Dial, Pair, Transport, measure_link
 from kvtransfer.types import LinkMessage, Peer, ReadStats
-from tandem.errors import IncompatibleLayout, TandemError, TransferFailed, WorkerLost
+from tandem.errors import IncompatibleLayout, InternalError, TandemError, TransferFailed, WorkerLost
 
 log = logging.getLogger(__name__)
 
+# Of a transport that does not work between two workers. InternalError: for a reason that its file does not know.
+FAULTS = (TransferFailed, InternalError)
 FAILURES = 2  # in a row, after which the pair uses another transport; attempts that fail at the same time are one
 
 
@@ -109,7 +111,7 @@ class AutoTransport:
         began = monotonic()
         try:
             stats = await self._transports[kind].read(_as(peer, kind), pairs, stall, failing)
-        except TransferFailed:
+        except FAULTS:
             pair.failed(kind, began)
             raise
         if pairs:
@@ -126,7 +128,7 @@ class AutoTransport:
             try:
                 measured[kind] = await measure_link(self._transports[kind], _as(peer, kind), blocks, stall)
                 pair.connected.add(kind)
-            except (TransferFailed, IncompatibleLayout) as error:  # NCCL needs the same kind of memory on both sides
+            except FAULTS as error:
                 measured[kind] = 0.0
                 errors.append(error)
         pair.measured, pair.failures = measured, 0
@@ -160,7 +162,7 @@ class AutoTransport:
         began = monotonic()
         try:
             await self._transports[kind].connect(_as(pair.peer, kind), timeout)
-        except TransferFailed:
+        except FAULTS:
             pair.failed(kind, began)
             raise
         pair.connected.add(kind)
@@ -175,6 +177,8 @@ class AutoTransport:
 
     def _kinds(self, peer: Peer) -> list[str]:
         theirs = {peer.transport, *peer.also}
+        if peer.memory != self.region.memory:  # NCCL needs the same kind on both sides
+            theirs.discard("nccl")
         kinds = [kind for kind in self._transports if kind in theirs]
         if not kinds:
             ours = " and ".join(self._transports)

@@ -28,6 +28,7 @@ from tandem.errors import (
     Busy,
     DeadlineExceeded,
     IncompatibleLayout,
+    InternalError,
     StaleTransfer,
     TandemError,
     TransferFailed,
@@ -164,7 +165,7 @@ class PrefillPeers:
             except Busy as error:  # no local block is free: no information about the prefill worker
                 log.info("source.not_verified", source=link.incarnation[0], error=error.message)
             except Exception as error:  # noqa: BLE001, every caller of `_get` receives it
-                link.failed = known(error, "verifying a prefill worker")
+                link.failed = _lost(error, "verifying a prefill worker")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, VERIFY_MAX_S)
         link.failed = None
@@ -213,7 +214,7 @@ class PrefillPeers:
             except DeadlineExceeded as error:
                 raise TransferFailed(f"no connection to the KV of {worker_id}: {error.message}") from error
         except Exception as error:
-            raise known(error, "connecting to a prefill worker") from error
+            raise _lost(error, "connecting to a prefill worker") from error
         converted = landing.names if landing else ""
         log.info(
             "source.connected",
@@ -249,6 +250,13 @@ class PrefillPeers:
         for task in (link.connecting, link.warming, link.verifying):
             if task and not task.done():
                 task.cancel()
+
+
+def _lost(error: Exception, where: str) -> TandemError:
+    """What requests receive. A bug, as of a transport that fails in an unknown way, is not theirs: the log has it, and
+    they use another prefill worker or none."""
+    found = known(error, where)
+    return TransferFailed(found.message) if isinstance(found, InternalError) else found
 
 
 async def _get_peer(stub: prefill_pb2_grpc.PrefillServiceStub, worker_id: str) -> prefill_pb2.GetPeerResponse:

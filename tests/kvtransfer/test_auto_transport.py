@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.pair_choice import choose
 from kvtransfer.types import Peer, ReadStats, Region
-from tandem.errors import IncompatibleLayout, TransferFailed, WorkerLost
+from tandem.errors import IncompatibleLayout, InternalError, TandemError, TransferFailed, WorkerLost
 from tests.kvtransfer.conftest import LAYOUT, dialling
 
 REGION = Region(4096, 16, 4096)
@@ -49,6 +49,7 @@ class Known:
     def __init__(self, kind: str) -> None:
         self.kind, self.region, self.layout_hash = kind, REGION, LAYOUT
         self.works, self.reads, self.closed = True, 0, False
+        self.failure: type[TandemError] = TransferFailed
         self.broken = self.dial = self.on_broken = self.under_way = None
         self.forgotten: list[str] = []
         self.go: asyncio.Event | None = None  # until when its reads wait
@@ -61,7 +62,7 @@ class Known:
         if self.go:
             await self.go.wait()
         if not self.works:
-            raise TransferFailed(f"{self.kind} is silent")
+            raise self.failure(f"{self.kind} is silent")
         return ReadStats(1, 1.0, self.kind)
 
     def link(self, peer: Any) -> str:
@@ -111,6 +112,33 @@ async def test_a_transport_that_fails_twice_gives_way_and_a_read_never_changes_i
         with pytest.raises(TransferFailed, match="nccl is silent"):
             await auto.read(peer(), [(0, 0)], 1.0)
         assert auto.link(peer()) == used
+
+
+@pytest.mark.parametrize("at", ["read", "connect"])
+async def test_a_transport_that_fails_in_an_unknown_way_gives_way_too(
+    two: Any, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that fails in a known way: the pair returns to the first one, and a comparison goes on."""
+    auto, nixl, nccl = two
+    await auto.connect(peer(), 1.0)
+    nixl.works, nccl.works, nccl.failure = False, False, InternalError
+    for _ in range(2):
+        with pytest.raises(TransferFailed):
+            await auto.read(peer(), [(0, 0)], 1.0)
+    assert auto.link(peer()) == "nccl"
+
+    async def broken(*_: Any) -> None:
+        raise InternalError("nccl has a bug")
+
+    if at == "connect":
+        monkeypatch.setattr(nccl, "connect", broken)
+    for _ in range(2):
+        with pytest.raises(InternalError):
+            await auto.read(peer(), [(0, 0)], 1.0)
+    assert auto.link(peer()) == "nixl"
+    nixl.works = True
+    assert await auto.compare(peer(), [0]) > 0
+    assert auto.why(peer()).endswith("nccl failed")
 
 
 async def test_reads_that_fail_together_are_one_failure(two: Any) -> None:
@@ -169,6 +197,9 @@ async def test_a_pair_uses_what_both_have(two: Any) -> None:
     auto, _, _ = two
     await auto.connect(peer(also=()), 1.0)
     assert auto.why(peer()) == "nixl: the only transport that both workers have"
+    on_gpu = {"memory": "vram", "agent_name": "gpu@1", "worker_id": "gpu"}  # NCCL moves between memories of one kind
+    await auto.connect(peer(**on_gpu), 1.0)
+    assert auto.why(peer(**on_gpu)) == "nixl: the only transport that both workers have"
     with pytest.raises(IncompatibleLayout, match="inprocess"):
         await auto.connect(peer(transport="inprocess", also=(), agent_name="x@1", worker_id="x"), 1.0)
 

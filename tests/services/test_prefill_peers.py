@@ -42,6 +42,48 @@ async def test_a_link_that_cannot_be_measured_now_is_measured_later(
     assert left == []
 
 
+async def test_a_bug_of_a_connection_is_a_failed_transfer_until_a_block_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker whose memory for a landing cannot be allocated, or whose transport fails in an unknown way, computes
+    prompts itself meanwhile."""
+    monkeypatch.setattr(prefill_peers, "VERIFY_MIN_S", 0.0)
+    again, verified, unused = asyncio.Event(), asyncio.Event(), cast(Any, None)
+
+    async def connect(_: object, timeout: float) -> None:
+        if not again.is_set():
+            raise RuntimeError("out of memory")
+
+    async def verify(_: object) -> None:
+        verified.set()
+
+    async def answer(*_: object) -> Any:
+        return SimpleNamespace(peer=SimpleNamespace(worker_id="prefill-0", incarnation="a1"), layout_json="")
+
+    async def no_landing(*_: object) -> None: ...
+
+    transport: Any = SimpleNamespace(connect=connect, link=lambda _: "nixl", forget=lambda _: None, dial=None)
+    channels: Any = SimpleNamespace(to=lambda _: None)
+    for name, given in (("_get_peer", answer), ("peer_from", lambda one: one)):
+        monkeypatch.setattr(prefill_peers, name, given)
+    monkeypatch.setattr(prefill_peers.prefill_pb2_grpc, "PrefillServiceStub", lambda _: None)
+    peers = PrefillPeers(transport, unused, channels, verify, unused)
+    monkeypatch.setattr(peers, "_landing", no_landing)
+    try:
+        for _ in range(2):
+            with pytest.raises(TransferFailed, match="incident"):
+                async with peers.using("prefill-0", "a1", "h:1"):
+                    pass
+        again.set()
+        async with asyncio.timeout(SOON_S):
+            await verified.wait()
+            await asyncio.sleep(0)
+        async with peers.using("prefill-0", "a1", "h:1") as found:
+            assert found.peer.worker_id == "prefill-0"
+    finally:
+        await peers.close()
+
+
 @pytest.mark.parametrize("before", ["a request", "nothing", "no answer", "no connection"])
 async def test_every_link_is_measured(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
     """Also one that a request made before the worker was seen here, or whose first connection failed. The control has
