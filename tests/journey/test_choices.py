@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.router.execution.completion import Completion
 from services.router.routing.request_scheduler import RequestScheduler
-from tandem.errors import TandemError
+from tandem.errors import Busy, DeadlineExceeded, TandemError
 from tests.support import oracle
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
@@ -148,6 +149,23 @@ async def test_sixteen_answers_where_few_places_and_blocks_are(inside: Any, tiny
             alone = await cluster.client.generate(prompt, **options(seed=one.receipt.seed))
             assert one.token_ids == alone.token_ids
         assert await cluster.ledgers_balance()
+
+
+async def test_answers_that_wait_for_another_are_not_refused_after_its_tokens(inside: Any, tiny: Path) -> None:
+    """They wait for longer than `queue_timeout_s`, until the deadline. In the control they are refused, although the
+    client has tokens."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside(max_num_seqs=1, queue_timeout_s=0.3) as cluster:
+        slow_down(cluster.workers["decode-0"], 0.02)
+        done = await cluster.client.generate(prompt, n=3, **options())
+        assert [len(one.token_ids) for one in done] == [NEW] * 3
+        with pytest.raises(DeadlineExceeded):
+            await cluster.client.generate(prompt, n=2, timeout=1.0, **options(max_tokens=200))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Completion, "follows", property(lambda _: False, lambda *_: None), raising=False)
+            with pytest.raises(Busy, match="no place became free"):
+                await cluster.client.generate(prompt, n=3, **options())
+        await cluster.freed()
 
 
 async def test_a_client_that_leaves_and_a_deadline_free_every_answer(inside: Any, tiny: Path) -> None:

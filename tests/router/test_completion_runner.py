@@ -87,7 +87,7 @@ async def calls_until_given_up(monkeypatch: pytest.MonkeyPatch, reason: str, que
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     request = build_request(asked, Tokenizer(None, None), MODEL)
     timeline = RequestTimeline(parts.now)
-    completion: Any = SimpleNamespace(request=request, timeline=timeline, over=nothing)
+    completion: Any = SimpleNamespace(request=request, follows=False, timeline=timeline, over=nothing)
     with pytest.raises(WorkerLost, match="given up after 3 attempts"):
         await CompletionRunner(settings, parts, parts, parts, parts).run(completion, parts.now + 1000.0)
     return parts.calls, completion
@@ -124,7 +124,7 @@ async def test_each_worker_may_say_once_that_it_lacks_an_adapter() -> None:
     parts: Any = Lacking("")
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     request = build_request(asked, Tokenizer(None, None), MODEL)
-    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(monotonic()), over=nothing)
+    completion: Any = SimpleNamespace(request=request, follows=False, timeline=RequestTimeline(monotonic()), over=nothing)
     runner = CompletionRunner(Settings(model="toy", max_attempts=3), parts, parts, parts, parts)
     with pytest.raises(Unavailable, match="given up after 3 attempts"):
         await runner.run(completion, monotonic() + 10.0)
@@ -190,7 +190,7 @@ async def test_a_request_that_ends_workers_before_they_admit_it_ends_four(
     poison, errors = PoisonCheck(parts, 4.5), list[str]()
     for _ in range(5):
         request = build_request(asked, Tokenizer(None, None), MODEL)
-        completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), over=nothing)
+        completion: Any = SimpleNamespace(request=request, follows=False, timeline=RequestTimeline(parts.now), over=nothing)
         runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, poison)
         with pytest.raises(TandemError) as failed:
             await runner.run(completion, parts.now + 600.0)
@@ -462,7 +462,7 @@ async def test_who_was_refused_after_its_objective_may_come_again(monkeypatch: p
     scheduler = RequestScheduler(view, 60.0, RoutingConfig())
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]), ttft_slo_seconds=0.5)
     request = build_request(asked, Tokenizer(None, None), MODEL)
-    completion: Any = SimpleNamespace(request=request, timeline=RequestTimeline(parts.now), over=nothing)
+    completion: Any = SimpleNamespace(request=request, follows=False, timeline=RequestTimeline(parts.now), over=nothing)
     runner = CompletionRunner(Settings(model="toy"), scheduler, parts, parts, parts)
     with pytest.raises(Busy, match="its objective") as refused:
         await runner.run(completion, parts.now + 60.0)

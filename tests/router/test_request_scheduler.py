@@ -576,7 +576,8 @@ async def test_a_jobs_prompt_arrives_when_it_is_placed() -> None:
 async def test_control_without_an_objective_it_waits() -> None:
     """And so does one whose client has had tokens already, of it or of another completion, whatever the objective."""
     late = RoutingConfig("never", ttft=2.5)
-    for rules, about in ((RoutingConfig("never"), {}), (late, {"begun": True}), (late, {"kv_holder": "gone"})):
+    begun = ({"begun": True}, {"kv_holder": "gone"}, {"follows": True})
+    for rules, about in ((RoutingConfig("never"), {}), *((late, about) for about in begun)):
         scheduler = RequestScheduler(slow(), 60.0, rules)
         async with AsyncExitStack() as stack:
             for _ in range(2):

@@ -29,8 +29,11 @@ class Completion:
         reader: OutputReader,
         output: OutputQueue,
         usage: UsageMeter,
+        *,
+        follows: bool = False,
     ) -> None:
-        self.request = request
+        """`follows` another completion of its request, which has begun: the client may have received tokens."""
+        self.request, self.follows = request, follows
         self.timeline = timeline
         self.begun = asyncio.Event()  # the decode worker has the prompt's KV, or the completion is over
         self._reader = reader

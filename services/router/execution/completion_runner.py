@@ -76,8 +76,10 @@ class CompletionRunner:
                 try:
                     await self._place(completion, deadline)
                 except (Busy, NoWorker) as error:
-                    if completion.timeline.ttft is None:
+                    if completion.timeline.ttft is None and not completion.follows:
                         raise
+                    if monotonic() >= deadline:
+                        raise DeadlineExceeded(error.message, field="deadline") from error
                     raise ResumeFailed(f"{error.message}; {request.generated} tokens had been generated") from error
             completion.finish(self._model)
         finally:
@@ -106,6 +108,7 @@ class CompletionRunner:
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
             begun=bool(request.generated),
+            follows=completion.follows and not request.generated,
             begun_with=timeline.begun_with,
             alone=alone,
             unsuited=request.unsuited,

@@ -47,7 +47,7 @@ class RequestExecutor:
                 own = RequestTimeline(timeline.arrived, span)
                 own.job_begun_with = _begun_with(resume, other.choice)
                 own.admitted(timeline)
-                await self._run(self._completion(other, own, output), resume, deadline)
+                await self._run(self._completion(other, own, output, follows=True), resume, deadline)
 
         tasks = [asyncio.create_task(work) for work in (self._run(lead, resume, deadline), *map(follow, others))]
         for task in tasks:
@@ -61,12 +61,14 @@ class RequestExecutor:
         await completion.restore(resume.deltas[completion.request.choice])
         await self._runner.run(completion, deadline)
 
-    def _completion(self, request: Request, timeline: RequestTimeline, output: OutputQueue) -> Completion:
+    def _completion(
+        self, request: Request, timeline: RequestTimeline, output: OutputQueue, *, follows: bool = False
+    ) -> Completion:
         markers = self._tokenizer.marker_ids if request.reading else ()
         prompt = request.tokens[: request.prompt_len]
         detokenizer = Detokenizer(self._tokenizer, markers, special=request.show_special, prompt=prompt)
         reader = OutputReader(detokenizer, request)
-        return Completion(request, timeline, reader, output, self._usage)
+        return Completion(request, timeline, reader, output, self._usage, follows=follows)
 
 
 def _begun_with(resume: ResumeState, choice: int) -> Begun | None:

@@ -75,6 +75,7 @@ class RequestScheduler:
         ttft_s: float | None = None,
         spent_s: float = 0.0,
         begun: bool = False,
+        follows: bool = False,
         begun_with: Begun | None = None,
         alone: bool = False,
         unsuited: Collection[Incarnation] = (),
@@ -82,7 +83,8 @@ class RequestScheduler:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
         first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
-        `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate.
+        `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate; a completion that
+        `follows` another one, which has begun, isn't either, and waits `remaining_s`.
         `begun_with`: see Begun. The prompt of a job, which asks again, arrives when it is placed. A suspected poison
         request begins `alone`: on a decode worker, which computes its prompt. `unsuited` cannot serve this request and
         are used only if no other is ready, now or after a rest.
@@ -110,12 +112,13 @@ class RequestScheduler:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            useful_s = math.inf if begun or kv_holder else self._useful(waiting, remaining_s, ttft_s, spent_s)
+            useful_s = math.inf if begun or follows or kv_holder else self._useful(waiting, remaining_s, ttft_s, spent_s)
         except (Busy, DeadlineExceeded):
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
         try:
-            yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
+            longest_s = remaining_s if follows else min(self._queue_timeout_s, remaining_s)
+            yield await self._wait(waiting, longest_s, useful_s)
         finally:
             self._leave(waiting)
             self._dispatch_soon()
