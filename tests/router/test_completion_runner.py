@@ -124,7 +124,8 @@ async def test_each_worker_may_say_once_that_it_lacks_an_adapter() -> None:
     parts: Any = Lacking("")
     asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
     request = build_request(asked, Tokenizer(None, None), MODEL)
-    completion: Any = SimpleNamespace(request=request, follows=False, timeline=RequestTimeline(monotonic()), over=nothing)
+    timeline = RequestTimeline(monotonic())
+    completion: Any = SimpleNamespace(request=request, follows=False, timeline=timeline, over=nothing)
     runner = CompletionRunner(Settings(model="toy", max_attempts=3), parts, parts, parts, parts)
     with pytest.raises(Unavailable, match="given up after 3 attempts"):
         await runner.run(completion, monotonic() + 10.0)
@@ -190,7 +191,8 @@ async def test_a_request_that_ends_workers_before_they_admit_it_ends_four(
     poison, errors = PoisonCheck(parts, 4.5), list[str]()
     for _ in range(5):
         request = build_request(asked, Tokenizer(None, None), MODEL)
-        completion: Any = SimpleNamespace(request=request, follows=False, timeline=RequestTimeline(parts.now), over=nothing)
+        timeline = RequestTimeline(parts.now)
+        completion: Any = SimpleNamespace(request=request, follows=False, timeline=timeline, over=nothing)
         runner = CompletionRunner(Settings(model="toy"), parts, parts, parts, poison)
         with pytest.raises(TandemError) as failed:
             await runner.run(completion, parts.now + 600.0)

@@ -112,7 +112,8 @@ class RequestScheduler:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            useful_s = math.inf if begun or follows or kv_holder else self._useful(waiting, remaining_s, ttft_s, spent_s)
+            estimated = not (begun or follows or kv_holder)
+            useful_s = self._useful(waiting, remaining_s, ttft_s, spent_s) if estimated else math.inf
         except (Busy, DeadlineExceeded):
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
