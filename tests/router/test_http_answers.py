@@ -13,9 +13,9 @@ from services.router.frontend.anthropic.messages_answer import MessagesAnswer
 from services.router.frontend.http_answers import Collected, Generating, Streaming
 from services.router.frontend.json_body import SSE_BLANK
 from services.router.frontend.openai.openai_answers import Answer
-from services.router.frontend.openai.openai_errors import error_headers
+from services.router.frontend.openai.openai_errors import error_fields, error_headers
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
-from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, TooLarge
+from tandem.errors import Busy, InvalidRequest, NoWorker, ResumeFailed, TandemError, TooLarge
 from tandem.v1 import generation_pb2
 
 STARTED = generation_pb2.GenerateResponse(started=generation_pb2.Started(prompt_tokens=3))
@@ -165,3 +165,17 @@ def test_only_who_may_be_served_later_is_told_to_retry(error: TandemError, after
     """A refusal without a time is one that no later attempt changes; OpenAI's clients would try it twice more."""
     headers = error_headers(error)
     assert (headers["x-should-retry"], headers.get("retry-after")) == ("true" if after else "false", after)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ResumeFailed("its workers were lost"), "server_error"),
+        (NoWorker("none is ready"), "server_error"),
+        (Busy("no room"), "rate_limit_error"),
+        (InvalidRequest("it is empty"), "invalid_request_error"),
+    ],
+)
+def test_a_lost_answer_is_no_fault_of_its_client(error: TandemError, kind: str) -> None:
+    """Clients decide on the type, also where the status is not one of the server's errors."""
+    assert error_fields(error)["type"] == kind

@@ -180,6 +180,50 @@ async def test_an_answer_that_was_read_to_its_end_may_be_gone(end: State, fails:
         assert [event async for event in events] == []
 
 
+@pytest.mark.parametrize("leaves_in", ["preparing", "storing", "neither"])
+async def test_a_router_that_leaves_runs_no_job_that_comes_meanwhile(leaves_in: str) -> None:
+    """Nobody would renew its lease. While the prompts are prepared it is refused; once stored it is left to the other
+    routers at once. The control runs it."""
+    run: list[str] = []
+    released: list[tuple[str, int]] = []
+
+    async def leave() -> None: ...
+
+    async def fixed(request: Any, *_: object) -> Any:
+        if leaves_in == "preparing":
+            await service.leave()
+        return request
+
+    async def submit(jobs: Any, *_: object) -> list[bool]:
+        if leaves_in == "storing":
+            await service.leave()
+        return [True for _ in jobs]
+
+    async def release(leases: Any) -> None:
+        released.extend(leases)
+
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocabulary_digest="A"),
+        served=SimpleNamespace(adapters={}),
+        generation=SimpleNamespace(fixed=fixed),
+    )
+    service: Any = service_of(Journal())
+    service._models = SimpleNamespace(named=lambda name: model)
+    service._settings = SimpleNamespace(job_timeout_s=60.0)
+    service._journal = SimpleNamespace(submit=submit, release=release, end_watches=lambda error: None)
+    service._runner = SimpleNamespace(leave=leave, run_here=lambda record: run.append(record.job_id))
+    asked = [generation_pb2.GenerateRequest(request_id="j")]
+    if leaves_in == "preparing":
+        with pytest.raises(Unavailable):
+            await service.submit(asked, ANONYMOUS)
+        assert not run
+    else:
+        (job,) = await service.submit(asked, ANONYMOUS)
+        assert job.state == jobs_pb2.JOB_STATE_OPEN
+        wanted = ([], [("/j", 1)]) if leaves_in == "storing" else (["/j"], [])
+        assert (run, released) == wanted
+
+
 def test_a_stored_job_says_what_its_ids_and_its_adapter_mean() -> None:
     """Another tokenizer or another adapter may have the same name when the job runs."""
     model = SimpleNamespace(

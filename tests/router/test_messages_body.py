@@ -13,7 +13,17 @@ from services.router.frontend.anthropic.messages_body import Messages, Prompt
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import MAX_STOPS, over_context
-from tandem.errors import Busy, Cancelled, InternalError, InvalidRequest, NotFound, NoWorker, TandemError, TooLarge
+from tandem.errors import (
+    Busy,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    NoWorker,
+    ResumeFailed,
+    TandemError,
+    TooLarge,
+)
 from tandem.v1 import generation_pb2
 from tests.support.stopwatch import ThreadTime
 
@@ -285,6 +295,7 @@ def error(raised: TandemError) -> dict[str, Any]:
     [
         (InvalidRequest("x"), "invalid_request_error"),
         (Cancelled("x"), "invalid_request_error"),
+        (ResumeFailed("x"), "api_error"),
         (NotFound("x"), "not_found_error"),
         (Busy("x"), "rate_limit_error"),
         (TooLarge("x"), "request_too_large"),

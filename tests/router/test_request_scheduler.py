@@ -587,6 +587,19 @@ async def test_control_without_an_objective_it_waits() -> None:
                     pass
 
 
+async def test_an_estimate_that_fails_leaves_nobody_in_the_queue() -> None:
+    """Whatever it raises: nobody would wait for that place, and it would be taken for ever."""
+
+    def broken(_: Any) -> int:
+        raise KeyError("a")
+
+    scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
+    with pytest.raises(KeyError):
+        async with scheduler.placed(1000, 1010, 60.0, cached=broken):
+            pass
+    assert scheduler.waiting() == 0
+
+
 async def test_further_completions_wait_their_turn() -> None:
     """A tenant that asks for many does not come before one that asks for one. The control: one that has begun does."""
     for about, polite_waits in (({"kv_holder": "gone"}, False), ({"begun": True}, True)):

@@ -222,9 +222,15 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
     ) -> list[jobs_pb2.Job]:
         jobs = [self._to_keep(request, digest, key, span) for request, digest in fixed]
+        self._check_stays()  # again: the prompts of many have taken seconds
         new = await self._journal.submit(jobs, key.name, self._settings.job_timeout_s)
-        for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
-            self._runner.run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
+        mine = [job for job, is_new in zip(jobs, new, strict=True) if is_new]
+        if self._leaving:  # nobody would renew their leases here
+            await self._journal.release([(job.job_id, 1) for job in mine])
+        else:
+            for job in mine:
+                record = JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None)
+                self._runner.run_here(record)
         return [
             jobs_pb2.Job(job_id=request.request_id, state=STATES[State.OPEN])
             if is_new

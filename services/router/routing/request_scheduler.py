@@ -28,7 +28,7 @@ from services.router.routing.worker_pools import expected_wait
 from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
 from services.router.routing.worker_table import Cached, WorkerTable
 from services.worker_liveness import Incarnation, WorkerLiveness
-from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed
+from tandem.errors import Busy, NoWorker, ResumeFailed
 from tandem.settings import RESERVED_OUTPUT_TOKENS
 
 # A worker that failed a request gets no new ones for this time, unless it comes back as a new incarnation.
@@ -82,16 +82,13 @@ class RequestScheduler:
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
-        first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. A request that has
-        `begun`, or another completion of it at `kv_holder`, is never refused because of an estimate; a completion that
-        `follows` another one, which has begun, isn't either, and waits `remaining_s`.
-        `begun_with`: see Begun. The prompt of a job, which asks again, arrives when it is placed. A suspected poison
-        request begins `alone`: on a decode worker, which computes its prompt. `unsuited` cannot serve this request and
-        are used only if no other is ready, now or after a rest.
+        first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. No estimate refuses what
+        has `begun`, has another completion at `kv_holder`, or `follows` one that has begun (it waits `remaining_s`).
+        `begun_with`: see Begun. The prompt of a job, which asks again, arrives when placed. A suspected poison request
+        begins `alone`: on a decode worker, which computes its prompt. `unsuited` serve only if no other is ready.
 
-        Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
-        actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
-        decode worker is ready; ResumeFailed when there are decode workers, but none that would give its other tokens.
+        Raises Busy when the expected or the actual wait is too long; DeadlineExceeded at once when not even an idle
+        cluster would be in time; NoWorker when no decode worker is ready; ResumeFailed when none gives its next tokens.
         """
         self._catch_up()
         waiting = WaitingRequest(
@@ -114,7 +111,7 @@ class RequestScheduler:
         try:
             estimated = not (begun or follows or kv_holder)
             useful_s = self._useful(waiting, remaining_s, ttft_s, spent_s) if estimated else math.inf
-        except (Busy, DeadlineExceeded):
+        except BaseException:
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.router.frontend.json_body import to_json
 from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
-from tandem.errors import TandemError, TooLarge
+from tandem.errors import ResumeFailed, TandemError, TooLarge
 from tandem.grpc_errors import shown
 
 TYPES = {
@@ -51,7 +51,8 @@ def _error(error: TandemError, request_id: str | None) -> dict[str, Any]:
 def _type(error: TandemError) -> str:
     if isinstance(error, TooLarge):
         return "request_too_large"
-    return TYPES.get(error.http) or ("api_error" if error.http >= 500 else "invalid_request_error")
+    ours = error.http >= 500 or isinstance(error, ResumeFailed)  # whose status is that of gRPC's ABORTED
+    return TYPES.get(error.http) or ("api_error" if ours else "invalid_request_error")
 
 
 def _message(error: TandemError) -> str:

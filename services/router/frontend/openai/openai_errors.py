@@ -6,7 +6,7 @@ from typing import Any
 
 from services.router.frontend.json_body import to_json, to_sse
 from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
-from tandem.errors import Busy, TandemError, Unavailable
+from tandem.errors import Busy, ResumeFailed, TandemError, Unavailable
 from tandem.grpc_errors import NAME_BYTES, shown
 
 OPENAI_CODES = {  # OpenAI's codes, on which clients switch
@@ -25,7 +25,8 @@ def _error(error: TandemError) -> dict[str, Any]:
 
 def error_fields(error: TandemError) -> dict[str, Any]:
     """OpenAI's shape. `code` is the stable reason, `param` the field."""
-    kind = "server_error" if error.http >= 500 else "rate_limit_error" if error.http == 429 else "invalid_request_error"
+    ours = error.http >= 500 or isinstance(error, ResumeFailed)  # whose status is that of gRPC's ABORTED
+    kind = "server_error" if ours else "rate_limit_error" if error.http == 429 else "invalid_request_error"
     message, param = shown(error.message.removeprefix("sampling.").removeprefix("chat.")), _param(error.field)
     return {"message": message, "type": kind, "param": param, "code": OPENAI_CODES.get(error.reason, error.reason)}
 
