@@ -18,6 +18,7 @@ from services.router.execution.detokenizer import Detokenizer
 from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.byte_fallback import fallback
 from tests.support.stopwatch import ThreadTime
@@ -88,6 +89,32 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
     assert json.loads(same)["choices"] == found
     assert worst < WORST_S
     assert worst < control
+
+
+@pytest.mark.parametrize("kind", ASKED)
+async def test_an_answer_holds_a_bounded_number_of_log_probabilities(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent as a whole, it would be in memory, and then in JSON, of all choices together. A stream has no such bound."""
+    which, fields = ASKED[kind]
+    bodies = {
+        stream: openai_protocol.parse(json.dumps({**fields, "n": CHOICES, "stream": stream}).encode(), which)
+        for stream in (False, True)
+    }
+    count = CHOICES * TOKENS * (1 + TOP)
+
+    def answer(stream: bool = False) -> Any:
+        requests = openai_protocol.requests(bodies[stream], "id", Defaults())
+        return openai_answers.answer(bodies[stream], "id", "m", TEXT, requests)
+
+    monkeypatch.setattr(logprobs_json, "MAX_SCORES", count)
+    assert len(json.loads(await answer().collect(events()))["choices"]) == CHOICES
+    monkeypatch.setattr(logprobs_json, "MAX_SCORES", count - 1)
+    with pytest.raises(InvalidRequest, match=f"more than {count - 1} log probabilities") as refused:
+        await answer().collect(events())
+    assert (refused.value.field, "set `stream`" in (refused.value.bound or "")) == ("sampling.logprobs", True)
+    streamed = answer(stream=True)
+    assert b"[DONE]" in [await streamed.stream(index, event) async for index, event in events()][-1]
 
 
 LONG = 131_072  # tokens of a prompt; with one alternative each it has as many scores as a prompt may have

@@ -10,9 +10,11 @@ from typing import Any
 
 from services.router.frontend.json_body import encode
 from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
 from tandem.sampling import LEAST_LOGPROB
 from tandem.v1 import common_pb2, generation_pb2
 
+MAX_SCORES = 2**20  # in an answer that is sent as a whole: of all its choices and tokens, some 80 MB of JSON
 TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the event loop runs again
 
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
@@ -50,6 +52,24 @@ def scored_tokens(ids: Iterable[int], message: common_pb2.Logprobs) -> Iterator[
         part = slice(place * each, (place + 1) * each)
         top = zip(message.top_ids[part], (max(value, LEAST_LOGPROB) for value in message.top[part]), strict=True)
         yield token, max(chosen, LEAST_LOGPROB), dict(top)
+
+
+def answer_scores(delta: generation_pb2.Delta) -> Iterator[Scored]:
+    """Likewise for the tokens of a delta, or of several that were merged."""
+    return scored_tokens(delta.token_ids, delta.logprobs)
+
+
+def check_scores(before: int, more: common_pb2.Logprobs) -> int:
+    """How many log probabilities an answer has with these. Raises InvalidRequest for too many."""
+    count = before + len(more.chosen) + len(more.top)
+    if count > MAX_SCORES:
+        raise InvalidRequest(
+            f"the answer has more than {MAX_SCORES} log probabilities, of its tokens and of the likeliest ones beside"
+            " them, in all choices",
+            field="sampling.logprobs",
+            bound=f"{MAX_SCORES} in one answer: set `stream`, or ask for fewer",
+        )
+    return count
 
 
 def prompt_scores(message: generation_pb2.PromptLogprobs | None) -> Iterator[Scored]:

@@ -20,11 +20,12 @@ from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.logprobs_json import (
     Scored,
     TokenTexts,
+    answer_scores,
+    check_scores,
     json_parts,
     of_answer,
     of_prompt,
     prompt_scores,
-    scored_tokens,
     with_offsets,
 )
 from services.router.frontend.openai.openai_protocol import Chat, Completions, prompt_text
@@ -55,7 +56,7 @@ class Piece:
     text: str = ""
     parts: list[Part] = field(default_factory=list)  # all of it; `text` is the text of these
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Scored] = field(default_factory=list)
+    scored: generation_pb2.Delta = field(default_factory=generation_pb2.Delta)  # ids and log probabilities of tokens
     prompt_logprobs: generation_pb2.PromptLogprobs | None = None  # Python's objects would be many times as large
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -123,8 +124,8 @@ class Answer(ABC):
         return b"".join((f'data: {self._opening}"choices":['.encode(), *choice, data.encode()))
 
     async def collect(self, events: Events) -> bytes:
-        """One JSON object."""
-        pieces: dict[int, Piece] = {}
+        """One JSON object. Raises InvalidRequest if it would have more log probabilities than one may."""
+        pieces, scores = dict[int, Piece](), 0
         texts: dict[int, list[str]] = defaultdict(list)
         async for index, event in events:
             piece = self._piece(index, event)
@@ -133,7 +134,8 @@ class Answer(ABC):
                 texts[piece.choice.index].append(piece.text)
                 merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
-                merged.logprobs += piece.logprobs
+                merged.scored.MergeFrom(piece.scored)
+                scores = check_scores(scores, piece.scored.logprobs)
                 merged.prompt_logprobs = merged.prompt_logprobs or piece.prompt_logprobs
                 merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
         parts = [f'{self._opening}"choices":['.encode()]
@@ -169,8 +171,7 @@ class Answer(ABC):
         return [encode(fields)[:-1].encode(), *more, b"}"]
 
     def _has_scores(self, piece: Piece) -> bool:
-        """Whether `scores` has any."""
-        return bool(piece.logprobs)
+        return bool(piece.scored.token_ids)
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
         kind = event.WhichOneof("event")
@@ -202,7 +203,8 @@ class Answer(ABC):
         if self._body.return_token_ids or delta.last:
             piece.token_ids += delta.token_ids
         if delta.HasField("logprobs"):
-            piece.logprobs += scored_tokens(delta.token_ids, delta.logprobs)
+            piece.scored.token_ids.extend(delta.token_ids)
+            piece.scored.logprobs.MergeFrom(delta.logprobs)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         """Adds the content before the first token."""
@@ -286,13 +288,13 @@ class CompletionsAnswer(Answer):
         parts: list[tuple[TokenTexts, Iterable[Scored]]] = [
             (TokenTexts(self._tokenizer, special=False), islice(echoed, self._unwritten(piece))),
             (TokenTexts(self._tokenizer, special=True, begins=True), echoed),
-            (piece.choice.texts, piece.logprobs),
+            (piece.choice.texts, answer_scores(piece.scored)),
         ]
         return await with_offsets(parts, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def _has_scores(self, piece: Piece) -> bool:
         echoed = self._body.echo and self._body.logprobs is not None and piece.prompt_logprobs is not None
-        return bool(piece.logprobs or echoed)
+        return bool(piece.scored.token_ids or echoed)
 
     def _unwritten(self, piece: Piece) -> int:
         """How many of the prompt's first tokens the tokenizer has put before its text."""
@@ -377,7 +379,7 @@ class ChatAnswer(Answer):
 
     async def scores(self, piece: Piece) -> list[bytes]:
         make = partial(of_answer, self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
-        return [b'{"content":[', *await json_parts(make, piece.logprobs), b"]}"]
+        return [b'{"content":[', *await json_parts(make, answer_scores(piece.scored)), b"]}"]
 
 
 def answer(
