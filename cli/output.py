@@ -76,9 +76,14 @@ def write_dim(text: str) -> None:
 
 
 def tell(what: RenderableType) -> None:
+    """A text is no markup: it may be what a user, a model or a server said."""
     from rich.console import Console
+    from rich.text import Text
 
-    Console(stderr=True, highlight=False).print(what, style="dim", soft_wrap=True)
+    from cli.rendering import printable
+
+    shown = Text(printable(what)) if isinstance(what, str) else what
+    Console(stderr=True, highlight=False).print(shown, style="dim", soft_wrap=True)
 
 
 @contextmanager

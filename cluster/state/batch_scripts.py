@@ -35,10 +35,10 @@ local total, files = files_of(KEYS[3], ARGV[8])
 if total + size > tonumber(ARGV[6]) then redis.call('DEL', KEYS[2]) return 'bytes' end
 if files + 1 > tonumber(ARGV[7]) then redis.call('DEL', KEYS[2]) return 'files' end
 if ARGV[10] == '0' then return 'kept' end
+if redis.call('PEXPIRE', KEYS[2], kept) == 0 then return 'gone' end
 redis.call('HSET', KEYS[1], 'filename', filename, 'purpose', purpose, 'bytes', size, 'created', seconds,
            'expires', seconds + math.floor(kept / 1000))
 redis.call('PEXPIRE', KEYS[1], kept)
-redis.call('PEXPIRE', KEYS[2], kept)
 redis.call('ZADD', KEYS[3], now, id)
 redis.call('PEXPIRE', KEYS[3], ARGV[9])
 return 'kept'

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -27,14 +28,14 @@ from cluster.state import batch_scripts as scripts
 from cluster.state.job_journal import Kept
 from cluster.state.job_scripts import CLAIM, RENEW
 from cluster.state.redis_store import RedisStore, no_such
-from tandem.errors import Busy, PreconditionFailed
+from tandem.errors import Busy, PreconditionFailed, Unavailable
 
 FILES_KEPT = "files are forgotten after batch_kept_s"
 BATCHES_KEPT = "ended batches are forgotten after batch_kept_s"
 MAX_CONNECTIONS = 8
 PIECE_BYTES = 256 * 1024  # of one piece of a file, and of one page of a read, at most
 MAX_PAGE_PIECES = 256  # pieces of one page
-UPLOAD_MS = 600_000  # after which the pieces of an abandoned upload expire
+UPLOAD_MS = 60_000  # after its last piece, an abandoned upload that could not be deleted expires
 INDEX_MS = 62 * 86_400_000  # lifetime of a tenant's lists: longer than that of their items
 MAX_FILES, MAX_BATCHES, MAX_OPEN_BATCHES = 1000, 1000, 4  # of one tenant
 OUTPUT_SHARE = 4  # the answers of one batch may have this part of a tenant's bytes
@@ -135,10 +136,18 @@ class BatchStore:
         about = [file_id, filename, purpose, len(content), kept_ms]
         args = [*about, self._most, MAX_FILES, self._key("file", tenant, ""), INDEX_MS]
         self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 0], tenant))
-        for start in range(0, max(1, len(content)), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            await self._store.run(scripts.ADD_PIECE, [where], [piece, UPLOAD_MS], tenant)
-        self._check_room(await self._store.run(scripts.ADD_FILE, keys, [*args, 1], tenant))
+        try:
+            for start in range(0, max(1, len(content)), PIECE_BYTES):
+                piece = content[start : start + PIECE_BYTES]
+                await self._store.run(scripts.ADD_PIECE, [where], [piece, UPLOAD_MS], tenant)
+            outcome = await self._store.run(scripts.ADD_FILE, keys, [*args, 1], tenant)
+            self._check_room(outcome)
+            if outcome == b"gone":  # the pieces have expired, or were deleted before a late command
+                raise Unavailable("the upload took too long; send the file again", retry_after=1.0)
+        except BaseException:  # its pieces are nobody's, and count for nobody
+            with suppress(Unavailable):
+                await self._store.run(scripts.DELETE_FILE, keys, [file_id])
+            raise
         return await self.file(tenant, file_id)
 
     def _check_room(self, outcome: bytes) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from cli import receipt_rendering, rendering
+from cli import output, receipt_rendering, rendering
 from tandem.cluster_results import Audit, Held, Ledger
 from tandem.results import Receipt, Transfer
 
@@ -117,3 +117,9 @@ def test_bars_are_to_scale() -> None:
 def test_control_characters_are_shown_not_obeyed() -> None:
     """A model's text cannot move the cursor or colour the terminal."""
     assert rendering.printable("a\x1b[31m\r\x9b\tb\n") == "a\N{REPLACEMENT CHARACTER}[31m\ufffd\ufffd\tb\n"
+
+
+def test_what_is_told_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's or a server's text may have brackets, which would end the chat or vanish, and control characters."""
+    output.tell("there is no model [/x] or [red]\x1b[2J")
+    assert capsys.readouterr().err == "there is no model [/x] or [red]\N{REPLACEMENT CHARACTER}[2J\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,33 @@ async def test_the_files_of_a_tenant_are_bounded_together(store: BatchStore, mon
     monkeypatch.setattr(batch_store, "MAX_FILES", 1)
     with pytest.raises(PreconditionFailed):
         await store.add_file("ann", "file-3", "c", "batch", b"")
+
+
+@pytest.mark.parametrize("fails_at", ["a piece", "the end", "late"])
+async def test_an_upload_that_fails_leaves_nothing(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """Its pieces would count for nobody. Redis may still carry out the last command after its caller has given up."""
+    run, late, pieces = store._store.run, list[Any](), 0
+
+    async def failing(script: str, keys: Any, args: Any, tenant: str = "") -> Any:
+        nonlocal pieces
+        pieces += script == batch_scripts.ADD_PIECE
+        last = script == batch_scripts.ADD_FILE and args[-1] == 1
+        if (fails_at == "a piece" and pieces == 2) or (fails_at != "a piece" and last):
+            pieces = 0
+            late.append((script, keys, args))
+            raise Unavailable("Redis does not answer")
+        return await run(script, keys, args, tenant)
+
+    await store.add_file("ann", "file-1", "a", "batch", b"x")
+    before = await keys(store)
+    monkeypatch.setattr(store._store, "run", failing)
+    with pytest.raises(Unavailable):
+        await store.add_file("ann", "file-2", "a", "batch", b"x" * (PIECE_BYTES + 1))
+    if fails_at == "late":
+        assert await run(*late[0]) == b"gone"
+    assert await keys(store) == before
 
 
 async def test_files_are_forgotten_in_time(store: BatchStore) -> None:

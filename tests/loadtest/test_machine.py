@@ -146,7 +146,8 @@ def test_a_prefill_is_told_as_a_share_of_its_floor_at_the_same_rank_of_their_tim
     needed = 2 * 512 * Sizes.of(REAL["SmolLM2-135M"]).layers / 1e9
     seconds = {"checkpoint": itertools.repeat(2 * needed), "int8": itertools.repeat(4 * needed)}
     monkeypatch.setattr(prefill, "make_checkpoint", lambda folder, shape: folder)
-    monkeypatch.setattr(prefill, "_prefill", lambda _, weights: lambda: next(seconds[weights]))
+    monkeypatch.setattr(prefill, "_engine", lambda _, weights: weights)
+    monkeypatch.setattr(prefill, "new_prompt", lambda weights, _: lambda: next(seconds[weights]))
     turns = {
         size: itertools.cycle([2 * math.prod(size) / rate for rate in (4e9, 1e9, 1e9, 1e9)])
         for size in machine.Plan().shapes

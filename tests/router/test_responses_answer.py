@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 from services.router.answer.part_messages import put_parts
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
-from services.router.frontend.openai import openai_protocol, responses_answer
+from services.router.frontend.openai import logprobs_json, openai_protocol, responses_answer
 from services.router.frontend.openai.responses_answer import Keep, ResponsesAnswer
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import opened
 from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
-from tandem.errors import Busy, TandemError, TooLarge, Unavailable, WorkerLost
+from tandem.errors import Busy, InvalidRequest, TandemError, TooLarge, Unavailable, WorkerLost
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.stopwatch import ThreadTime
 
@@ -237,6 +237,49 @@ async def test_nothing_is_sent_before_the_first_token() -> None:
     """So that an error before it has a status; then the response is created."""
     started, *_ = events(SEGMENTS["text"])
     assert await answer(stream=True).stream(0, started) == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (WorkerLost("gone"), "server_error", "WORKER_LOST"),
+        (Busy("later", retry_after=1.0), "rate_limit_exceeded", "BUSY"),
+        (TooLarge("over"), "server_error", "TOO_LARGE"),
+    ],
+)
+async def test_a_stream_whose_response_cannot_be_stored_has_all_events_before(
+    error: TandemError, code: str, reason: str
+) -> None:
+    """Its items are done, and no number is left out; clients wait for that of a call."""
+
+    async def fails(response: bytes) -> None:
+        raise error
+
+    encoder = answer(fails, stream=True)
+    said = b""
+    with pytest.raises(type(error)):
+        for event in events(cut([*SEGMENTS["reasoning"], *SEGMENTS["text"]], 4)):
+            said += await encoder.stream(0, event)
+    *made, named, failed = parsed((said + encoder.error_event(error)).decode())
+    assert [one["sequence_number"] for one in (*made, named, failed)] == list(range(len(made) + 2))
+    assert made[-1]["type"] == "response.output_item.done"
+    assert (named["code"], failed["response"]["error"]["code"]) == (reason, code)
+
+
+async def test_a_response_holds_a_bounded_number_of_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stream, too, whose last events repeat all of them."""
+    made = events(cut(SEGMENTS["text"], 4))
+    tokens = made[1:-1]
+    for event in tokens:
+        event.delta.logprobs.chosen.append(-1.0)
+    monkeypatch.setattr(logprobs_json, "MAX_RESPONSE_SCORES", len(tokens))
+    encoder = answer(stream=True)
+    assert b"response.completed" in [await encoder.stream(0, event) for event in made][-1]
+    monkeypatch.setattr(logprobs_json, "MAX_RESPONSE_SCORES", len(tokens) - 1)
+    encoder = answer(stream=True)
+    with pytest.raises(InvalidRequest, match=f"more than {len(tokens) - 1} log probabilities"):
+        for event in made:
+            await encoder.stream(0, event)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from tandem.errors import InvalidRequest
 from tandem.sampling import LEAST_LOGPROB
 from tandem.v1 import common_pb2, generation_pb2
 
-MAX_SCORES = 2**20  # in an answer that is sent as a whole: of all its choices and tokens, some 80 MB of JSON
+MAX_SCORES = 2**20  # in an answer that is sent as a whole: of all its choices and tokens, 40 to 80 MB of JSON
+MAX_RESPONSE_SCORES = 2**18  # in a response, whose last events repeat all of them several times
 TOKENS_PER_SLICE = 32  # tokens whose log probabilities are encoded before the event loop runs again
 
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
@@ -59,15 +60,14 @@ def answer_scores(delta: generation_pb2.Delta) -> Iterator[Scored]:
     return scored_tokens(delta.token_ids, delta.logprobs)
 
 
-def check_scores(before: int, more: common_pb2.Logprobs) -> int:
+def check_scores(before: int, more: common_pb2.Logprobs, most: int, advice: str) -> int:
     """How many log probabilities an answer has with these. Raises InvalidRequest for too many."""
     count = before + len(more.chosen) + len(more.top)
-    if count > MAX_SCORES:
+    if count > most:
         raise InvalidRequest(
-            f"the answer has more than {MAX_SCORES} log probabilities, of its tokens and of the likeliest ones beside"
-            " them, in all choices",
+            f"the answer has more than {most} log probabilities, of its tokens and of the likeliest ones beside them",
             field="sampling.logprobs",
-            bound=f"{MAX_SCORES} in one answer: set `stream`, or ask for fewer",
+            bound=f"{most} in one answer: {advice}",
         )
     return count
 

@@ -16,12 +16,11 @@ from services.router.answer.part_messages import parts_of
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
-from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai import logprobs_json, openai_errors
 from services.router.frontend.openai.logprobs_json import (
     Scored,
     TokenTexts,
     answer_scores,
-    check_scores,
     json_parts,
     of_answer,
     of_prompt,
@@ -135,7 +134,8 @@ class Answer(ABC):
                 merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
                 merged.scored.MergeFrom(piece.scored)
-                scores = check_scores(scores, piece.scored.logprobs)
+                more, most = piece.scored.logprobs, logprobs_json.MAX_SCORES
+                scores = logprobs_json.check_scores(scores, more, most, "set `stream`, or ask for fewer")
                 merged.prompt_logprobs = merged.prompt_logprobs or piece.prompt_logprobs
                 merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
         parts = [f'{self._opening}"choices":['.encode()]

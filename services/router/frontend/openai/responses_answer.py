@@ -18,7 +18,7 @@ from services.router.answer.part_messages import parts_of
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import SSE_BLANK, encode
-from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai import logprobs_json, openai_errors
 from services.router.frontend.openai.logprobs_json import joined_json, of_answer, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
 from services.router.frontend.openai.responses_items import item_id
@@ -57,10 +57,11 @@ class ResponsesAnswer:
         self._head = encode({"id": response_id, "object": "response", "created_at": int(time())})[:-1]
         self._shown = shown[1:-1]
         self._sequence = 0  # of the next event
+        self._unsent = b""  # events before those of the end, if the end fails
         self._items: list[OutputItem] = []
         self._ended: list[str] = []  # JSON of the ended items; at most the last item has not ended
         self._scores: list[str] = []  # log probabilities of tokens whose text has not arrived yet
-        self._prompt_tokens = self._tokens = 0
+        self._prompt_tokens = self._tokens = self._scored = 0
         self._receipt = generation_pb2.Receipt()
 
     def named(self, error: TandemError) -> TandemError:
@@ -73,7 +74,7 @@ class ResponsesAnswer:
     def error_event(self, error: TandemError) -> bytes:
         """The end of a stream that has begun, with the events that each kind of client expects."""
         about = openai_errors.error_fields(error)
-        begun = self._begin() if self._sequence == 0 else b""  # clients expect it first
+        begun = self._begin() if self._sequence == 0 else self._unsent  # clients expect it first
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
         code = "rate_limit_exceeded" if isinstance(error, Busy) else "server_error"  # of OpenAI's codes
         failure = {"code": code, "message": about["message"]}
@@ -88,7 +89,9 @@ class ResponsesAnswer:
         message = self._begin() if self._sequence == 0 else b""
         message += (await self._take(event)).encode()
         if kind == "finished":
+            self._unsent = message
             status, response = await self._end(event.finished)
+            self._unsent = b""
             message += self._lifecycle(status, response)
         return message
 
@@ -113,6 +116,8 @@ class ResponsesAnswer:
             self._tokens += len(event.delta.token_ids)
             parts = parts_of(event.delta)
             if event.delta.HasField("logprobs"):
+                more, most = event.delta.logprobs, logprobs_json.MAX_RESPONSE_SCORES
+                self._scored = logprobs_json.check_scores(self._scored, more, most, "ask for fewer")
                 await self._score(event.delta, parts)
             return "".join(map(self._add, parts))
         text = "".join(map(self._add, parts_of(event.finished)))
