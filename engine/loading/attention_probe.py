@@ -51,10 +51,13 @@ class ProbeMask:
 
     reach: Reach | None
 
-    def __getitem__(self, key: Any) -> IndexMask:
-        """The mask without the dimension of heads, as models pass it to sparse indexers. Raises TypeError for any other
-        part."""
+    def __getitem__(self, key: Any) -> IndexMask | ProbeMask:
+        """The mask without the dimension of heads, as models pass it to sparse indexers. Or all of it, as the part for
+        the last `logits_to_keep` tokens, where that is 0: Gemma 4's layers that share KV. Raises TypeError for any
+        other part."""
         every = slice(None)
+        if isinstance(key, tuple) and key and all(part in (every, slice(0, None)) for part in key):
+            return self
         if key not in ((every, 0), (every, 0, every, every)):
             raise TypeError(f"the mask is indexed with {key}")
         return IndexMask(self.reach)

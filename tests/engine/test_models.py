@@ -27,6 +27,7 @@ from engine.loading.model_loader import load_model
 from engine.loading.self_check import pack
 from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import TINY, WINDOW
+from loadtest.microbench import families
 from tandem.errors import CheckpointRefused
 
 BLOCK_SIZE, BUDGET, NEW = 4, 13, 16
@@ -285,3 +286,12 @@ def test_a_forward_may_exchange_its_buffers(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("ctrl", **values)).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), dtype=torch.bfloat16, device=CPU)
     assert {each.dtype for each in model.module.buffers()} == {torch.bfloat16}
+
+
+def test_a_model_whose_last_layers_share_kv_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the small ones of Gemma 4: the mask that such a layer slices for the last 0 logits is the whole mask. The
+    tokens are those of transformers."""
+    shared = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    monkeypatch.setitem(families.MORE, "gemma4_text", shared)
+    found = families.examine("gemma4_text")
+    assert found.result == "served", found
