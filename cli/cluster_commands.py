@@ -198,7 +198,7 @@ def plan(
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
         served: dict[str, Any] = {"utilization": utilization, "block_size": block_size}
         served |= {"dtype": dtype, "weights": weights, "kv_dtype": kv_dtype}
-        served |= {"adapter_slots": adapter_slots, "adapter_max_rank": adapter_max_rank}
+        served |= {"adapter_slots": adapter_slots, "adapter_max_rank": adapter_max_rank, "slots": max_num_seqs + 1}
         if device_memory is not None:
             from planner.ranks import fits
 
@@ -218,7 +218,6 @@ def plan(
             **served,
             contexts=tuple(sorted(lengths)),
             concurrencies=(1, 8, 32, 128),
-            slots=max_num_seqs + 1,
         )
         if output is JSON:
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

@@ -144,6 +144,7 @@ def fits(
     weights: str = CHECKPOINT,
     block_size: int,
     kv_dtype: str,
+    slots: int = 0,
     adapter_slots: int = 0,
     adapter_max_rank: int = 16,
 ) -> list[Fit]:
@@ -162,6 +163,7 @@ def fits(
                 kv_dtype=kv_dtype,
                 contexts=(),
                 concurrencies=(),
+                slots=slots,
                 adapter_slots=adapter_slots,
                 adapter_max_rank=adapter_max_rank,
             )

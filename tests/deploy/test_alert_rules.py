@@ -298,6 +298,22 @@ def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+def test_only_models_whose_pools_have_rdma_are_told_of_tcp() -> None:
+    """Of several models, one without RDMA moves its KV over TCP as it should."""
+    fast = {"pools": {pool: {"rdma": {"count": 1}} for pool in ("prefill", "decode")}}
+    large, small = {"name": "large", "settings": {"model": "l"}, **fast}, {"name": "small", "settings": {"model": "s"}}
+
+    def selected(**values: Any) -> list[str]:
+        documents = render({**values, "prometheus": {"rules": True}})
+        (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+        found = [one["expr"] for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemKvOverTcp"]
+        return [expr.partition('transport=~".*tcp"')[2] for expr in found]
+
+    assert selected(settings={}, models=[large, small]) == [',model=~"large"}[10m])) > 0']
+    assert selected(settings={"model": "l"}, **fast) == ["}[10m])) > 0"]
+    assert selected(settings={}, models=[small]) == []
+
+
 def test_no_alert_misses_a_pool_that_nobody_wants() -> None:
     """Where decode workers compute all prompts, no prefill worker is expected. The control: one model has a pool."""
 

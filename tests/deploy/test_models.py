@@ -126,6 +126,18 @@ def test_an_upgrade_of_one_model_leaves_the_pods_of_the_others_alone() -> None:
         assert len({cluster_of(one["chat-decode"]) for one in (before, changed)}) == 2
 
 
+def test_a_router_mounts_the_cache_if_a_model_is_a_folder_of_it() -> None:
+    """It reads the tokenizer there, also if another model or a draft is fetched from the hub. The control: where all
+    models are hub ids, it fetches their tokenizers into a folder of its own."""
+    folder: Values = {"name": "folder", "settings": {"model": "/models/llama"}}
+    drafts = merged(folder, {"settings": {"speculation": "draft", "draft_model": "org/small"}})
+    for models, claims in (([folder, SMALL], True), ([drafts], True), ([CHAT, SMALL], False)):
+        values = {**VALUES, "models": models, "model_cache": {"kind": "claim"}}
+        spec = named(render(values), "Deployment", "-router")["spec"]["template"]["spec"]
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "models"]
+        assert ("persistentVolumeClaim" in volume) is claims, models
+
+
 def test_routers_may_wait_for_the_model_that_loads_longest() -> None:
     """A new router is ready when each model that the former ones serve has a decode worker in its new pools."""
     slow = merged(SMALL, {"pools": {"decode": {"startup_s": 7200}}})

@@ -494,6 +494,8 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         ({"orchestrator": "kubernetes", "ray": {"switch_roles": True}}, "orchestrator: ray"),
         ({"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": FIXED}}}, "model m: autoscaling.kind"),
         ({"pools": {"decode": {"autoscaling": FIXED}}}, "autoscaling.min is below"),
+        ({"pools": {"prefill": {"autoscaling": {"kind": "keda"}}, "decode": {"autoscaling": TANDEM}}}, "sizes both"),
+        ({"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": {"kind": "hpa"}}}}, "sizes both"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),

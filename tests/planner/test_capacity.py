@@ -21,6 +21,7 @@ from engine.runner.model_runner import ModelRunner
 from loadtest.harness.random_checkpoints import HYBRID, SPARSE, TINY, make_checkpoint
 from loadtest.microbench import families
 from planner.capacity import capacity, read_shape
+from planner.ranks import fits
 from planner.report import facts
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.engine.test_gptq_awq_fp8 import ALL, make
@@ -288,6 +289,8 @@ def test_states_take_memory_from_kv_and_time_to_move(tmp_path: Path) -> None:
     assert moves == (64 * shape.kv_bytes_per_token("float32") + shape.state_bytes("float32")) / 1e6
     with pytest.raises(SettingsError, match="slots for recurrent states take"):
         capacity(shape, **about, slots=100_000)
+    del about["contexts"], about["concurrencies"]
+    assert fits(shape, tmp_path, kv_dtype="auto", slots=65, **about)[0].kv == found.kv
 
 
 def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> None:

@@ -76,7 +76,11 @@ another one. */}}
 {{- $own := dict }}
 {{- if has "tandem" (list .pools.prefill.autoscaling.kind .pools.decode.autoscaling.kind) }}
 {{- $_ := set $own "autoscale" "on" }}
+{{- $named := .settings.model }}
 {{- range $pool, $of := .pools }}
+{{- if has $of.autoscaling.kind (list "hpa" "keda") }}
+{{- fail (printf "model %s: pools.%s.autoscaling.kind is %s and the other pool's is tandem, which sizes both; choose tandem or none" $named $pool $of.autoscaling.kind) }}
+{{- end }}
 {{- $scaled := eq $of.autoscaling.kind "tandem" }}
 {{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
 {{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
@@ -192,13 +196,21 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 {{- end }}
 
-{{- /* (root, router, none): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model
+{{- /* Whether a model is a folder, as of the cache; empty: all are hub ids */}}
+{{- define "tandem.has_folder" -}}
+{{- $all := list .Values.settings }}
+{{- range .Values.models }}{{ $all = append $all .settings }}{{ end }}
+{{- range $all }}{{ if hasPrefix "/" (default "" .model) }}yes{{ end }}{{ end }}
+{{- end }}
+
+{{- /* (root, router, none): a router needs the tokenizer only, which it fetches into a folder of its own, unless a model
 is a folder of the cache. none: the pod needs nothing of a model. */}}
 {{- define "tandem.volumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
 - name: models
-{{- $own := or .none (and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download) }}
+{{- $fetches := and (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download }}
+{{- $own := or .none (and .router $fetches (not (include "tandem.has_folder" .root))) }}
 {{- with .root.Values.model_cache }}
 {{- if $own }}
   emptyDir: {sizeLimit: 1Gi}
