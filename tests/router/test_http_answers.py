@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 from openai._streaming import SSEDecoder
 
 from services.router.frontend.anthropic.messages_answer import MessagesAnswer
-from services.router.frontend.http_answers import Collected, Generating, Streaming
+from services.router.frontend.http_answers import LARGE_BYTES, PIECE_BYTES, Collected, Generating, Kept, Streaming
 from services.router.frontend.json_body import SSE_BLANK
 from services.router.frontend.openai.openai_answers import Answer
 from services.router.frontend.openai.openai_errors import error_fields, error_headers
@@ -47,13 +48,14 @@ class Words:
 class Exchange:
     """One answer, streamed or not: what was sent, and events that come when they are given."""
 
-    def __init__(self, streams: bool = True) -> None:
+    def __init__(self, streams: bool = True, kept: Kept | None = None, size: int = 0) -> None:
         self.sent: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
         self._events: asyncio.Queue[generation_pb2.GenerateResponse | TandemError | None] = asyncio.Queue()
         encoder: Any = Words()
         kind: type[Generating] = Streaming if streams else Collected
-        self.task = asyncio.create_task(self._answer(kind(encoder, self._read(), "7")))
+        answer = kind(encoder, self._read(), "7", kept or (lambda _: nullcontext()), size)
+        self.task = asyncio.create_task(self._answer(answer))
 
     def give(self, *events: generation_pb2.GenerateResponse | TandemError | None) -> None:
         for event in events:
@@ -179,3 +181,51 @@ def test_only_who_may_be_served_later_is_told_to_retry(error: TandemError, after
 def test_a_lost_answer_is_no_fault_of_its_client(error: TandemError, kind: str) -> None:
     """Clients decide on the type, also where the status is not one of the server's errors."""
     assert error_fields(error)["type"] == kind
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_request_and_what_its_client_has_not_read_count_until_it_has(streams: bool) -> None:
+    """A large message is written in pieces, so that other streams go on meanwhile, and counts while it is written."""
+    counted: list[int] = []
+    counts: list[tuple[int, ...]] = []
+
+    @contextmanager
+    def kept(size: int) -> Iterator[None]:
+        counted.append(size)
+        yield
+        counted.remove(size)
+
+    exchange = Exchange(streams, kept, size=70_000)
+    send = exchange._send
+
+    async def noted(message: Any) -> None:
+        if message.get("body"):
+            counts.append(tuple(counted))
+        await send(message)
+
+    exchange._send = noted  # type: ignore[method-assign]
+    large = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="x" * (2 * PIECE_BYTES + 1)))
+    exchange.give(STARTED, large, None)
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert [len(one) for one in exchange._bodies() if one and one != PING] == [PIECE_BYTES, PIECE_BYTES, 1]
+    assert counts[-3:] == [(70_000, 2 * PIECE_BYTES + 1)] * 3
+    assert counted == []
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_would_be_kept_beyond_the_bound_is_refused(begun: bool) -> None:
+    """The request, or later a message of its stream, which then ends with an error. Small ones do not count."""
+
+    def kept(size: int) -> Any:
+        if size > LARGE_BYTES + begun:
+            raise Busy("too much", reason="BODIES", retry_after=1.0)
+        return nullcontext()
+
+    exchange = Exchange(True, kept, size=LARGE_BYTES + 1)
+    if begun:
+        exchange.give(STARTED, TOKEN)
+        assert await exchange.bodies(1) == [b"x"]
+        exchange.give(generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="x" * (LARGE_BYTES + 2))))
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert exchange._bodies()[-1] == (b"(error)" if begun else b"refused")
+    assert exchange.sent[0]["status"] == (200 if begun else 429)

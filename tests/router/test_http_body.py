@@ -82,7 +82,7 @@ def test_bodies_of_which_nothing_comes_are_counted() -> None:
     for body in held:
         body.__enter__()
     for _ in range(2):
-        with pytest.raises(Busy, match="3 bodies are being received, and 3 is the limit"), bodies.of("greedy"):
+        with pytest.raises(Busy, match="3 bodies are in progress, and 3 is the limit"), bodies.of("greedy"):
             pass
     with bodies.of("other") as more:
         more(1)

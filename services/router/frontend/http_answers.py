@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from time import monotonic
 from typing import Any, Protocol
 
@@ -26,11 +26,13 @@ from tandem.v1 import generation_pb2
 log = structlog.get_logger(__name__)
 
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
-
+Kept = Callable[[int], AbstractContextManager[object]]  # counts as many bytes of a tenant; raises Busy
 
 # Silence in a stream after which keep-alive bytes are sent: proxies, and clients such as Claude Code, treat a longer
 # silence as a lost connection.
 KEEP_ALIVE_S = 30.0
+LARGE_BYTES = 64 * 1024  # requests and messages beyond this are counted while they are kept
+PIECE_BYTES = 256 * 1024  # of a body that is written at once: the event loop takes 1 ms for 2 MB
 
 
 class AnswerEncoder(Protocol):
@@ -58,10 +60,12 @@ class AnswerEncoder(Protocol):
 class Generating(Response, ABC):
     """A generated answer; the generation ends when the client disconnects."""
 
-    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str) -> None:
+    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str, kept: Kept, size: int) -> None:
+        """The request, of `size` bytes, and what the client has not read of the answer are `kept` until the end."""
         self._answer = answer
         self._events = events
         self._request_id = request_id
+        self._kept, self._size = kept, size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._run(send))
@@ -81,9 +85,13 @@ class Generating(Response, ABC):
         try:
             with known_errors("http"):
                 async with aclosing(self._events) as events:
-                    await self._send(events, send)
+                    with self._keeping(self._size):
+                        await self._send(events, send)
         except TandemError as error:
             await self._fail(self._answer.named(error), send)
+
+    def _keeping(self, size: int) -> AbstractContextManager[object]:
+        return self._kept(size) if size > LARGE_BYTES else nullcontext()
 
     @abstractmethod
     async def _send(self, events: Events, send: Send) -> None:
@@ -100,15 +108,16 @@ class Generating(Response, ABC):
 class Collected(Generating):
     async def _send(self, events: Events, send: Send) -> None:
         body = await self._answer.collect(events)
-        await write(send, 200, body, id_headers(self._request_id))
+        with self._keeping(len(body)):
+            await write(send, 200, body, id_headers(self._request_id))
 
 
 class Streaming(Generating):
     """Writes once for each message of the decode worker, and `keep_alive` during long silences. An error before the
     first write has a status."""
 
-    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str) -> None:
-        super().__init__(answer, events, request_id)
+    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str, kept: Kept, size: int) -> None:
+        super().__init__(answer, events, request_id, kept, size)
         self._started = False
         self._sent_at = monotonic()
         self._writing = asyncio.Lock()
@@ -118,7 +127,8 @@ class Streaming(Generating):
         try:
             async for index, event in events:
                 if message := await self._answer.stream(index, event):
-                    await self._write(send, message)
+                    with self._keeping(len(message)):
+                        await self._write(send, message)
         finally:
             await end(keeping)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -136,7 +146,7 @@ class Streaming(Generating):
                 self._started = True
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                 await send(_head(200, {**headers, **id_headers(self._request_id)}))
-            await send({"type": "http.response.body", "body": message, "more_body": True})
+            await _write(send, message)
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         if not self._started:
@@ -159,7 +169,20 @@ def _head(status: int, headers: dict[str, str]) -> dict[str, Any]:
 async def write(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
     about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     await send(_head(status, about))
+    if len(body) > PIECE_BYTES:
+        await _write(send, body)
+        body = b""
     await send({"type": "http.response.body", "body": body})
+
+
+async def _write(send: Send, body: bytes) -> None:
+    """Some of a body, with more to come. Returns when the client has read most of a large one."""
+    if len(body) <= PIECE_BYTES:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        return
+    for start in range(0, len(body), PIECE_BYTES):
+        await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until there is room for more
 
 
 async def _gone(receive: Receive) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +25,9 @@ MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of all bodies of a tenant in progres
 # Of all bodies of a tenant. Receiving costs the event loop 1.4 ns per byte, so one tenant's bodies take at most 5 % of
 # it; without this bound a client that posts bodies of 4 MiB took 45 %.
 BODY_BYTES_PER_S = 32 * 1024 * 1024
+# Of what a tenant's generations keep until they end: the fields of large requests, and large messages that the client
+# has not read. The number of connections bounds the others.
+MAX_TENANT_KEPT_BYTES = 256 * 1024 * 1024
 TENANT_SHARE = 4  # a quarter of the connections for the bodies of a tenant with keys, even if nothing of them comes
 PIECE_BYTES = 256 * 1024  # a body is kept in pieces of about this size until a thread joins them
 BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
@@ -59,7 +63,7 @@ class Bodies:
         # Without keys all clients are one tenant: idle connections of one would have the bodies of all others refused.
         if tenant and self._bodies[tenant] >= self._most_bodies:
             raise Busy(
-                f"{self._bodies[tenant]} bodies are being received, and {self._most_bodies} is the limit",
+                f"{self._bodies[tenant]} bodies are in progress, and {self._most_bodies} is the limit",
                 reason="BODIES",
                 retry_after=1.0,
             )
@@ -69,7 +73,7 @@ class Bodies:
             nonlocal received
             if self._held[tenant] + count > self._most:
                 raise Busy(
-                    f"bodies of {self._held[tenant]} bytes are being received, and {self._most} is the limit",
+                    f"bodies of {self._held[tenant]} bytes are in progress, and {self._most} is the limit",
                     reason="BODIES",
                     retry_after=1.0,
                 )
@@ -85,6 +89,13 @@ class Bodies:
             if not self._bodies[tenant]:
                 del self._bodies[tenant], self._held[tenant]
                 self._rate.forget()
+
+    @contextmanager
+    def counted(self, tenant: str, size: int) -> Iterator[None]:
+        """One body of this size, until the block ends. Raises Busy."""
+        with self.of(tenant) as more:
+            more(size)
+            yield
 
 
 class BoundedAnswer(Response):
@@ -140,6 +151,7 @@ class BodyReader:
         self._most = most
         # At this rate even the longest body arrives well within its time limit.
         self.bodies = Bodies(max(MAX_TENANT_BODY_BYTES, most), max(BODY_BYTES_PER_S, 4 * most / BODY_TIMEOUT_S))
+        self._kept = Bodies(max(MAX_TENANT_KEPT_BYTES, 4 * most), most_bodies=sys.maxsize)
 
     def tenant(self, request: Request) -> str:
         """Raises Unauthenticated."""
@@ -148,6 +160,10 @@ class BodyReader:
     def check_together(self, request: Request, requests: int) -> None:
         """Raises TooLarge if one HTTP request has more requests than its tenant may ever have in progress."""
         check_count(self._rate_limits.who(request.headers.get("authorization")), requests)
+
+    def kept(self, tenant: str, size: int) -> AbstractContextManager[object]:
+        """Counts a large request, or a large message of its answer, until the block ends. Raises Busy."""
+        return self._kept.counted(tenant, size)
 
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
         """Returns or raises what work(body, *args) does; runs it on a thread if the body is long."""
@@ -199,6 +215,7 @@ class BodyReader:
             raise DeadlineExceeded(f"the body did not come within {BODY_TIMEOUT_S:g} s") from error
         except ClientDisconnect as error:
             raise Cancelled("the client left before it had sent its request") from error
+        request.state.body_bytes = size
         return pieces
 
 

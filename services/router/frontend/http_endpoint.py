@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,4 +55,5 @@ class GeneratingEndpoint:
             ]
         )
         kind = Streaming if prepared.stream else Collected
-        return kind(prepared.encoder, events, prepared.request_id)
+        kept = partial(self._bodies.kept, self._bodies.tenant(request))
+        return kind(prepared.encoder, events, prepared.request_id, kept, request.state.body_bytes)
