@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +499,26 @@ async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
             await until(lambda: not any(it.cluster.held().values()), 1.0)
         await it.cluster.router.http.stop(0.0)
         await until(lambda: not any(it.cluster.held().values()), 1.0)  # the end of the router frees them as well
+
+
+async def test_large_requests_of_a_tenant_are_bounded_until_they_end(door: Any) -> None:
+    """A field that no prompt shows is kept as long as its request runs, and its body counts as long. In the control it
+    is small."""
+    large, small = ({"messages": CHAT, "chat_template_kwargs": {"x": "x" * size}} for size in (100_000, 1000))
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    async with door(wrap=wrap) as it:
+        it.cluster.router.bodies._kept._most = 150_000
+        ask = partial(it.raw.post, "/v1/chat/completions")
+        held = asyncio.create_task(ask(json={**large, "max_tokens": 2}))
+        await until(lambda: it.cluster.router.bodies._kept.total() > 100_000, 10)
+        refused = await ask(json={**large, "max_tokens": 2})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "BODIES")
+        go.set()
+        assert (await ask(json={**small, "max_tokens": 2})).status_code == 200
+        assert (await held).status_code == 200
+        assert (await ask(json={**large, "max_tokens": 2})).status_code == 200
+        assert it.cluster.router.bodies._kept.total() == 0
 
 
 # ---- what goes wrong
