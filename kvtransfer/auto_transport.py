@@ -42,9 +42,13 @@ class _Pair:
     def choice(self) -> Choice:
         return choose(self.kinds, self.measured)
 
-    def failed(self, kind: str, began: float) -> None:
-        if began < self.failed_at:  # by what failed the other attempt, too: a part of a prompt, or another prompt
-            return
+    def failed(self, kind: str, began: float, error: TandemError) -> TransferFailed:
+        """The error for the reader, who reads again or elsewhere."""
+        if began >= self.failed_at:  # otherwise by what failed the other attempt, too: a part of a prompt, or another
+            self._count(kind)
+        return error if isinstance(error, TransferFailed) else TransferFailed(error.message, reason=error.reason)
+
+    def _count(self, kind: str) -> None:
         self.failures, self.failed_at = self.failures + 1, monotonic()
         if self.failures >= FAILURES and len(self.kinds) > 1:
             self.failures = 0
@@ -111,9 +115,8 @@ class AutoTransport:
         began = monotonic()
         try:
             stats = await self._transports[kind].read(_as(peer, kind), pairs, stall, failing)
-        except FAULTS:
-            pair.failed(kind, began)
-            raise
+        except FAULTS as error:
+            raise pair.failed(kind, began, error) from error
         if pairs:
             pair.failures = 0
         return stats
@@ -162,9 +165,8 @@ class AutoTransport:
         began = monotonic()
         try:
             await self._transports[kind].connect(_as(pair.peer, kind), timeout)
-        except FAULTS:
-            pair.failed(kind, began)
-            raise
+        except FAULTS as error:
+            raise pair.failed(kind, began, error) from error
         pair.connected.add(kind)
 
     def _pair(self, peer: Peer) -> _Pair:

@@ -30,7 +30,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
-from tandem.errors import Busy, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
+from tandem.errors import Busy, DeadlineExceeded, NoWorker, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
@@ -498,6 +498,27 @@ def test_a_worker_that_cannot_load_an_adapter_is_avoided_for_this_request_only(
     placement = Placement(DECODE, replace(DECODE, worker_id="prefill-0"))
     runner._blame(Unavailable("it could not", reason=reason), placement, request)
     assert ([worker_id for worker_id, _ in request.unsuited], failed) == (unsuited, suspected)
+
+
+@pytest.mark.parametrize(
+    ("follows", "late", "raised"),
+    [(True, True, DeadlineExceeded), (True, False, ResumeFailed), (False, True, Busy), (False, False, Busy)],
+)
+async def test_an_answer_that_gets_no_place_after_others_have_begun_is_lost_or_late(
+    monkeypatch: pytest.MonkeyPatch, follows: bool, late: bool, raised: type[TandemError]
+) -> None:
+    """Its client has tokens of the others, so it is not told that there was no room. The control is the only answer."""
+    runner = CompletionRunner(Settings(model="toy"), *[_ANYTHING] * 4)
+    request = SimpleNamespace(finish=lambda: None, generated=0)
+    timeline = SimpleNamespace(ttft=None)
+    completion: Any = SimpleNamespace(request=request, timeline=timeline, follows=follows, over=nothing)
+
+    async def full(*_: object) -> None:
+        raise Busy("no place became free")
+
+    monkeypatch.setattr(runner, "_place", full)
+    with pytest.raises(raised):
+        await runner.run(completion, monotonic() + (-1.0 if late else 60.0))
 
 
 async def test_a_decode_worker_that_reaches_no_prefill_worker_leaves_them_to_the_others() -> None:

@@ -199,7 +199,7 @@ async def test_a_request_and_what_its_client_has_not_read_count_until_it_has(str
     send = exchange._send
 
     async def noted(message: Any) -> None:
-        if message.get("body"):
+        if "body" in message:
             counts.append(tuple(counted))
         await send(message)
 
@@ -208,7 +208,9 @@ async def test_a_request_and_what_its_client_has_not_read_count_until_it_has(str
     exchange.give(STARTED, large, None)
     await asyncio.wait_for(exchange.task, 30.0)
     assert [len(one) for one in exchange._bodies() if one and one != PING] == [PIECE_BYTES, PIECE_BYTES, 1]
-    assert counts[-3:] == [(70_000, 2 * PIECE_BYTES + 1)] * 3
+    whole = (70_000, 2 * PIECE_BYTES + 1)
+    assert counts[:4] == [whole] * 4  # the fourth waits until the client has read the third
+    assert exchange._bodies()[3] == b""
     assert counted == []
 
 

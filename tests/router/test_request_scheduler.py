@@ -301,7 +301,8 @@ def two_fast() -> list[WorkerRecord]:
 class Asked:
     """Requests to one scheduler: where each went, and the end of each by hand."""
 
-    def __init__(self, queue_timeout_s: float = 5.0) -> None:
+    def __init__(self, queue_timeout_s: float = 5.0, **about: Any) -> None:
+        self._about = about
         self.scheduler = RequestScheduler(seen(DECODE, PREFILL), queue_timeout_s, RoutingConfig("never"))
         self.placed: list[tuple[int, Placement]] = []  # (tokens, placement) in the order of placing
         self.third = asyncio.Event()
@@ -313,7 +314,7 @@ class Asked:
             await self.settle()
 
     async def _one(self, tokens: int) -> None:
-        async with self.scheduler.placed(tokens, tokens + 10, 60.0) as placement:
+        async with self.scheduler.placed(tokens, tokens + 10, 60.0, **self._about) as placement:
             self.placed.append((tokens, placement))
             if len(self.placed) == 3:
                 self.third.set()
@@ -367,11 +368,12 @@ async def test_who_waits_is_placed_shortest_first_but_nobody_is_overtaken_by_mor
         assert asked.order == [900, 900, 400, 800, 400, 400]
 
 
-async def test_patience_ends_with_the_queue_timeout() -> None:
-    """It is an optimisation, no limit: where there is room, nobody is refused for it."""
-    async with Asked(queue_timeout_s=0.02) as asked:
+@pytest.mark.parametrize("follows", [False, True])
+async def test_patience_ends_with_the_queue_timeout(follows: bool) -> None:
+    """It is an optimisation, no limit: where there is room, nobody is refused for it, nor waits until the deadline."""
+    async with Asked(queue_timeout_s=0.02, follows=follows) as asked:
         await asked.ask(900, 900, 900)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             await asked.third.wait()
         assert asked.order == [900] * 3
 

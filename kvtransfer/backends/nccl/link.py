@@ -31,7 +31,7 @@ from kvtransfer.backends.nccl import group as groups
 from kvtransfer.backends.nccl.group import SINK, SOURCE, PairStore
 from kvtransfer.transport import BATCH_BYTES, STALL_S
 from kvtransfer.types import LinkEntry, LinkMessage, Region, SendBlocks
-from tandem.errors import InternalError, TandemError, TransferFailed
+from tandem.errors import TandemError, TransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class PairLink(ABC):
             self.end(TransferFailed(f"the link {self.name} failed: {_first_line(error)}"))
         except Exception as error:
             log.exception("a bug in the link %s", self.name)
-            self.end(InternalError(f"the link {self.name} failed: {error!r}"))
+            self.end(TransferFailed(f"the link {self.name} failed: {error!r}"))
         finally:
             if group is not None:
                 with contextlib.suppress(RuntimeError):

@@ -66,6 +66,7 @@ class Generating(Response, ABC):
         self._events = events
         self._request_id = request_id
         self._kept, self._size = kept, size
+        self._midway = False  # a large message is half written: nothing but the end of the connection may follow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._run(send))
@@ -74,7 +75,8 @@ class Generating(Response, ABC):
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the server's grace period is over
             await end(work)
-            await self._fail(Unavailable("the router is stopping", reason="DRAINING", retry_after=1.0), send)
+            if not self._midway:
+                await self._fail(Unavailable("the router is stopping", reason="DRAINING", retry_after=1.0), send)
         finally:
             await end(gone)
             await end(work)
@@ -108,6 +110,7 @@ class Generating(Response, ABC):
 class Collected(Generating):
     async def _send(self, events: Events, send: Send) -> None:
         body = await self._answer.collect(events)
+        self._midway = len(body) > LARGE_BYTES
         with self._keeping(len(body)):
             await write(send, 200, body, id_headers(self._request_id))
 
@@ -146,7 +149,9 @@ class Streaming(Generating):
                 self._started = True
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                 await send(_head(200, {**headers, **id_headers(self._request_id)}))
+            self._midway = len(message) > LARGE_BYTES
             await _write(send, message)
+            self._midway = False
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         if not self._started:
@@ -169,7 +174,7 @@ def _head(status: int, headers: dict[str, str]) -> dict[str, Any]:
 async def write(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
     about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     await send(_head(status, about))
-    if len(body) > PIECE_BYTES:
+    if len(body) > LARGE_BYTES:
         await _write(send, body)
         body = b""
     await send({"type": "http.response.body", "body": body})
@@ -177,7 +182,7 @@ async def write(send: Send, status: int, body: bytes, headers: dict[str, str]) -
 
 async def _write(send: Send, body: bytes) -> None:
     """Some of a body, with more to come. Returns when the client has read most of a large one."""
-    if len(body) <= PIECE_BYTES:
+    if len(body) <= LARGE_BYTES:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         return
     for start in range(0, len(body), PIECE_BYTES):

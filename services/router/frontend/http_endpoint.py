@@ -42,9 +42,10 @@ class GeneratingEndpoint:
         """Raises what `parse` raises, and the errors of a body that is out of bounds."""
         return self.respond(request, await self._bodies.read(request, parse, request.headers.get("x-request-id")))
 
-    def respond(self, request: Request, prepared: Prepared) -> Response:
-        """Generates the prepared requests. Raises TooLarge for more answers than the tenant may ever have in progress;
-        otherwise the last ones would be refused as retryable, because each request is admitted separately."""
+    def respond(self, request: Request, prepared: Prepared, size: int = 0) -> Response:
+        """Generates the prepared requests, which have this size if that is more than the body's. Raises TooLarge for
+        more answers than the tenant may ever have in progress; otherwise the last ones would be refused as retryable,
+        because each request is admitted separately."""
         if len(prepared.requests) > 1:
             self._bodies.check_together(request, sum(message.sampling.n or 1 for message in prepared.requests))
         key, headers = request.headers.get("authorization"), request.headers.items
@@ -56,4 +57,4 @@ class GeneratingEndpoint:
         )
         kind = Streaming if prepared.stream else Collected
         kept = partial(self._bodies.kept, self._bodies.tenant(request))
-        return kind(prepared.encoder, events, prepared.request_id, kept, request.state.body_bytes)
+        return kind(prepared.encoder, events, prepared.request_id, kept, max(size, request.state.body_bytes))

@@ -115,8 +115,7 @@ class RequestScheduler:
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
         try:
-            longest_s = remaining_s if follows else min(self._queue_timeout_s, remaining_s)
-            yield await self._wait(waiting, longest_s, useful_s)
+            yield await self._wait(waiting, remaining_s, useful_s, patient=follows)
         finally:
             self._leave(waiting)
             self._dispatch_soon()
@@ -216,20 +215,24 @@ class RequestScheduler:
             wait_s = max(wait_s, every * (before + 1))
         return wait_s, own_s
 
-    async def _wait(self, waiting: WaitingRequest, timeout_s: float, useful_s: float) -> Placement:
+    async def _wait(self, waiting: WaitingRequest, remaining_s: float, useful_s: float, *, patient: bool) -> Placement:
+        """`patient`: until `remaining_s` have passed, and not only for the queue timeout."""
         if self._queue.first() is waiting:  # otherwise requests before it could not be placed either
             self._dispatch()
-        patience_s = min(timeout_s, useful_s)
-        try:
-            async with asyncio.timeout(patience_s):
-                await waiting.placed.wait()
-        except TimeoutError as error:
-            self._catch_up()
-            waiting.leaving = waiting.begun
-            if waiting.placement is None and useful_s >= timeout_s and (placement := self._place(waiting, 0)):
-                self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
-            if waiting.placement is None:
-                raise self._no_room(waiting, patience_s) from error
+        while waiting.placement is None and not waiting.unplaceable:
+            timeout_s = min(self._queue_timeout_s, remaining_s)
+            patience_s = min(timeout_s, useful_s)
+            try:
+                async with asyncio.timeout(patience_s):
+                    await waiting.placed.wait()
+            except TimeoutError as error:
+                self._catch_up()
+                waiting.leaving = waiting.begun
+                if waiting.placement is None and useful_s >= timeout_s and (placement := self._place(waiting, 0)):
+                    self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
+                remaining_s -= patience_s
+                if waiting.placement is None and (not patient or remaining_s <= 0):
+                    raise self._no_room(waiting, patience_s) from error
         if waiting.unplaceable:
             raise ResumeFailed(
                 "no decode worker has the checkpoint and the type of KV that its tokens so far were computed with",

@@ -135,7 +135,7 @@ class Answer(ABC):
                 merged.token_ids += piece.token_ids
                 merged.scored.MergeFrom(piece.scored)
                 more, most = piece.scored.logprobs, logprobs_json.MAX_SCORES
-                scores = logprobs_json.check_scores(scores, more, most, "set `stream`, or ask for fewer")
+                scores = logprobs_json.check_scores(scores, more, most, "ask for fewer; a stream has no such bound")
                 merged.prompt_logprobs = merged.prompt_logprobs or piece.prompt_logprobs
                 merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
         parts = [f'{self._opening}"choices":['.encode()]

@@ -82,7 +82,7 @@ class ResponsesAnswer:
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The event as server-sent events; none before the first token."""
-        kind = event.WhichOneof("event")
+        kind, self._unsent = event.WhichOneof("event"), b""
         if kind == "started":
             self._prompt_tokens = event.started.prompt_tokens
             return b""
@@ -91,7 +91,6 @@ class ResponsesAnswer:
         if kind == "finished":
             self._unsent = message
             status, response = await self._end(event.finished)
-            self._unsent = b""
             message += self._lifecycle(status, response)
         return message
 

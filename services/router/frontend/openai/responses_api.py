@@ -97,17 +97,24 @@ class ResponsesApi:
         tenant = self._bodies.tenant(request)
         request_id = request.headers.get("x-request-id")
         size, body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
+        kept = size
         if prepared is None:
             with self._counting(tenant, size) as count:  # a short body may refer to megabytes
-                known = await self._stored.referenced(tenant, referenced_ids(body.input), count)
+
+                async def keep(more: int) -> None:
+                    nonlocal kept
+                    kept += more
+                    await count(more)
+
+                known = await self._stored.referenced(tenant, referenced_ids(body.input), keep)
                 name = body.previous_response_id
-                before = await self._stored.previous(tenant, name, count) if name else None
+                before = await self._stored.previous(tenant, name, keep) if name else None
                 size += before.size if before else 0
                 about = (body, request_id, tenant, before, known)
                 prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
             await self._stored.store.check(tenant)  # now, not after the answer has been computed
-        return self._endpoint.respond(request, prepared)
+        return self._endpoint.respond(request, prepared, kept)
 
     def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[int, Responses, Prepared | None]:
         """The size of the body, the body, and its requests unless they need stored items."""
