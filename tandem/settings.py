@@ -228,7 +228,7 @@ class Settings(BaseSettings):
     """Longest time in which a transfer of KV may make no progress (4 MiB or one block), and longest wait for its
     release."""
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    """Longest wait for room on a decode worker, or for a worker to come back."""
+    """Longest wait of a request for room on a decode worker, or for a worker to come back."""
     job_timeout_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
     """Longest time from a job's submission to its end."""
     job_kept_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
