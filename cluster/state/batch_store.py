@@ -144,7 +144,7 @@ class BatchStore:
             self._check_room(outcome)
             if outcome == b"gone":  # the pieces have expired, or were deleted before a late command
                 raise Unavailable("the upload took too long; send the file again", retry_after=1.0)
-        except BaseException:  # its pieces are nobody's, and count for nobody
+        except BaseException:  # no index has its pieces, so the tenant's bounds do not count them
             with suppress(Unavailable):
                 await self._store.run(scripts.DELETE_FILE, keys, [file_id])
             raise

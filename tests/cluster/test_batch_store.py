@@ -123,7 +123,8 @@ async def test_the_files_of_a_tenant_are_bounded_together(store: BatchStore, mon
 async def test_an_upload_that_fails_leaves_nothing(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    """Its pieces would count for nobody. Redis may still carry out the last command after its caller has given up."""
+    """The tenant's bounds would not count its pieces. Redis may still carry out the last command after its caller has
+    given up."""
     run, late, pieces = store._store.run, list[Any](), 0
 
     async def failing(script: str, keys: Any, args: Any, tenant: str = "") -> Any:

@@ -334,7 +334,7 @@ def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     (folder / lora_loader.WEIGHTS).unlink()
     with pytest.raises(CheckpointRefused, match=r"has no adapter_model\.safetensors"):
         lora_loader.read("x", folder)
-    for type in (b"F99", b"C64"):  # of nobody, and not of matrices that are served
+    for type in (b"F99", b"C64"):  # the first is no type of safetensors
         (folder / lora_loader.WEIGHTS).write_bytes(whole.replace(b"F32", type, 1))
         with pytest.raises(CheckpointRefused, match="safetensors"):
             lora_loader.read("x", folder)

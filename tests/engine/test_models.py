@@ -289,8 +289,8 @@ def test_a_forward_may_exchange_its_buffers(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_last_layers_share_kv_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the small ones of Gemma 4: the mask that such a layer slices for the last 0 logits is the whole mask. The
-    tokens are those of transformers."""
+    """Gemma 4 slices the mask of such a layer for the last 0 logits, which is the whole mask. The tokens are those of
+    transformers."""
     shared = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     monkeypatch.setitem(families.MORE, "gemma4_text", shared)
     found = families.examine("gemma4_text")

@@ -182,8 +182,8 @@ async def test_an_answer_that_was_read_to_its_end_may_be_gone(end: State, fails:
 
 @pytest.mark.parametrize("leaves_in", ["preparing", "storing", "neither"])
 async def test_a_router_that_leaves_runs_no_job_that_comes_meanwhile(leaves_in: str) -> None:
-    """Nobody would renew its lease. While the prompts are prepared it is refused; once stored it is left to the other
-    routers at once. The control runs it."""
+    """The router no longer renews leases. While the prompts are prepared it is refused; once stored it is left to the
+    other routers at once. The control runs it."""
     run: list[str] = []
     released: list[tuple[str, int]] = []
 

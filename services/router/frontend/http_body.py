@@ -110,8 +110,7 @@ class BoundedAnswer(Response):
         self._tenant = tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.of(self._tenant) as more:
-            more(len(self.body))
+        with self._bodies.counted(self._tenant, len(self.body)):
             await self._bodies.keep_rate(self._tenant, len(self.body))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
@@ -133,8 +132,7 @@ class BoundedStream(StreamingResponse):
         self._tenant = tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.of(self._tenant) as more:
-            more(self._page_bytes)
+        with self._bodies.counted(self._tenant, self._page_bytes):
             await super().__call__(scope, receive, send)
 
     async def _paced(self, pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

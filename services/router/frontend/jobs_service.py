@@ -225,7 +225,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._check_stays()  # again: the prompts of many have taken seconds
         new = await self._journal.submit(jobs, key.name, self._settings.job_timeout_s)
         mine = [job for job, is_new in zip(jobs, new, strict=True) if is_new]
-        if self._leaving:  # nobody would renew their leases here
+        if self._leaving:  # this router no longer renews leases
             await self._journal.release([(job.job_id, 1) for job in mine])
         else:
             for job in mine:
