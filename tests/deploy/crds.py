@@ -18,7 +18,7 @@ def some(items: Any) -> dict[str, Any]:
 
 
 def resource(version: str, spec: dict[str, Any]) -> dict[str, Any]:
-    metadata = an("name labels", name=TEXT, labels=TEXTS)
+    metadata = an("name labels", name=TEXT, labels=TEXTS, annotations=TEXTS)
     return an("apiVersion kind metadata spec", apiVersion={"const": version}, kind=TEXT, metadata=metadata, spec=spec)
 
 
@@ -51,6 +51,7 @@ _RAY = an(
         version={"enum": ["v1", "v2"]},
         idleTimeoutSeconds=COUNT,
         resources=_RESOURCES,
+        args=some(TEXT),
         env=_ENV,
         securityContext={"type": "object"},
         volumeMounts=some(an("name mountPath", name=TEXT, mountPath=TEXT)),

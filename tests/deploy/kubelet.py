@@ -2,8 +2,9 @@
 
 The differences: a pod's address is one of 127.0.0.0/8, and replaces 0.0.0.0 and the names of
 Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
-One container of a pod runs, by default the first: the others compile or fetch, or are Ray. Ray keeps its
-sockets in a short folder, which RAY_TMPDIR names; all nodes share it.
+One container of a pod runs, by default the first: the others compile or fetch, or are Ray. A sidecar sees no process
+of another container, unless the pod shares them. Ray keeps its sockets in a short folder, which RAY_TMPDIR names; all
+nodes share it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.support.copies import Copy
 from tests.support.harness import Process
 
 POLL_S = 0.05
+APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # the command sees itself and its children only
 
 
 class Pod:
@@ -54,6 +56,8 @@ class Pod:
                 self._here[mount["mountPath"]] = str(folder / name / mount["name"])
                 (folder / name / mount["name"]).mkdir(parents=True)
         self.env = self._environment()
+        first = container in (None, containers[0]["name"])
+        self._apart = [] if first or self.spec.get("shareProcessNamespace") else APART
         self._path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder / "r")}
         self.process = self._run(name, [*self.container["command"], *self.container.get("args", [])])
 
@@ -65,7 +69,7 @@ class Pod:
         programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
         programs["tandem"] = [sys.executable, "-m", "tandem"]
         programs["ray"] = [sys.executable, "-m", "tests.support.ray_command"]
-        return Process(name, [*programs[words[0]], *words[1:]], self._path | self.env)
+        return Process(name, [*self._apart, *programs[words[0]], *words[1:]], self._path | self.env)
 
     def _environment(self) -> dict[str, str]:
         env: dict[str, str] = {}

@@ -60,12 +60,13 @@ def release(folder: Path, values: Document) -> Iterator[Start]:
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # a network whose ports no other test uses
     names = {
         f"{NAME}-tandem-valkey": f"{net}.2",
+        f"{NAME}-tandem-tables": f"{net}.5",
         f"{NAME}-tandem-router": f"{net}.3",
         kuberay.head_service(cluster): f"{net}.4",
     }
     gcs = free_port(f"{net}.4", 0, "gcs")
     names |= {f"{net}.4:{kuberay.GCS_PORT}": f"{net}.4:{gcs}"}
-    fixed = {"valkey": f"{net}.2", "router": f"{net}.3", "head": f"{net}.4"}
+    fixed = {"valkey": f"{net}.2", "router": f"{net}.3", "head": f"{net}.4", "tables": f"{net}.5"}
     with ExitStack() as stack:
         count = 0
 
@@ -198,7 +199,8 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     an older pod does not."""
     driver = start("head", container="driver")  # a sidecar: before Valkey and Ray
     driver.process.wait_for("waiting")
-    start("valkey").wait_ready()
+    for stored in ("valkey", "tables"):
+        start(stored).wait_ready()
     head = node(start, "head", container="head")
     head.wait_ready()
     nodes = {}
@@ -263,7 +265,8 @@ def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder
     """Two supervisors share a Ray. Each starts its worker where a node offers its model's pool, and routers find both
     by their models; `tandem scale` of one model does not change the other."""
     with release(folder, MODELS) as start:
-        start("valkey").wait_ready()
+        for stored in ("valkey", "tables"):
+            start(stored).wait_ready()
         node(start, "head", container="head").wait_ready()
         drivers = [start("head", model, container=f"driver-{model}") for model in ("chat", "small")]
         for driver in drivers:

@@ -48,7 +48,7 @@ OF_A_RELEASE: dict[str, Values] = {
     "keys": {"api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}, "test_key": {"secret": "o"}},
     "tls": {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}},
     "cache-claim": {"model_cache": {"kind": "claim", "job": {"tolerations": [{"operator": "Exists"}]}}},
-    "volumes-made-by-hand": {  # "-" begins an item of a list in YAML
+    "volumes-made-by-hand": {  # "-": no class
         "model_cache": {"kind": "claim", "storageClass": "-"},
         "valkey": {"storage": "2Gi", "storageClass": "-"},
     },
@@ -194,7 +194,11 @@ def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values)
     assert "ipBlock" not in json.dumps(render({"settings": {"model": "m"}}))
 
 
-@pytest.mark.parametrize(("longest", "values"), [(38, {}), (49, OF_A_RELEASE["own-registry"])], ids=["valkey", "none"])
+@pytest.mark.parametrize(
+    ("longest", "values"),
+    [(38, {}), (49, OF_A_RELEASE["own-registry"]), (38, OF_A_RELEASE["own-registry"] | {"orchestrator": "ray"})],
+    ids=["valkey", "none", "ray"],
+)
 def test_a_name_that_is_too_long_stops_the_install(longest: int, values: Values) -> None:
     """Kubernetes refuses a Service with such a name; it takes such a StatefulSet, and never makes its pod."""
     values = merged({"settings": {"model": "m"}}, values)

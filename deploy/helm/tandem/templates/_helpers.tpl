@@ -350,3 +350,8 @@ spec:
   selector:
     matchLabels: {{- include "tandem.selector" . | nindent 6 }}
 {{- end }}
+
+{{- /* Of a claim; "-": none, for volumes made by hand */}}
+{{- define "tandem.storage_class" -}}
+{{- with . }}storageClassName: {{ ternary "" . (eq . "-") | quote }}{{ end }}
+{{- end }}

@@ -1,0 +1,103 @@
+"""What the RayCluster of a release needs of Kubernetes, as a cluster with KubeRay's operator has shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from helm_python.errors import HelmError
+
+from tests.deploy.chart import NAME, Document, example, render
+from tests.deploy.live import render_over
+from tests.deploy.test_chart import named
+from tests.deploy.test_values import merged
+
+VALUES = example("laptop") | {"orchestrator": "ray"}
+
+
+def ray_cluster(documents: list[Document]) -> Document:
+    spec: Document = named(documents, "RayCluster", "")["spec"]
+    return spec
+
+
+def test_the_containers_of_the_heads_pod_see_each_others_processes() -> None:
+    """Ray's library finds the head's node by the process of its raylet. A driver that does not see it would wait for
+    Ray until its start times out, and no worker would start. Nothing outside this pod is shared."""
+    pod = ray_cluster(render(VALUES))["headGroupSpec"]["template"]["spec"]
+    assert pod["shareProcessNamespace"] is True
+    assert "hostPID" not in pod
+    workers = [group["template"]["spec"] for group in ray_cluster(render(VALUES))["workerGroupSpecs"]]
+    assert all("shareProcessNamespace" not in of for of in workers)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own-registry", "valkey"])
+def test_what_tenants_store_takes_no_memory_from_rays_tables(own: bool) -> None:
+    """A Valkey at its maxmemory refuses writes, and Ray's head ends when one of its own is refused. So the tables are
+    in another Valkey, without a maxmemory, that only the head may reach, also if the registry is the user's Redis."""
+    documents = render(merged(VALUES, {"valkey": {"enabled": not own}, "redis": {"secret": "r"}}))
+    assert ray_cluster(documents)["gcsFaultToleranceOptions"]["redisAddress"] == f"redis://{NAME}-tandem-tables:6379"
+    (container,) = named(documents, "StatefulSet", "-tables")["spec"]["template"]["spec"]["containers"]
+    options = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    assert (options["--maxmemory"], options["--appendonly"]) == ("0", "yes")
+    assert named(documents, "Service", "-tables")["spec"]["ports"][0]["port"] == 6379
+    (rule,) = named(documents, "NetworkPolicy", "-tables")["spec"]["ingress"]
+    (peer,) = rule["from"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
+    assert not [one for one in render(example("laptop")) if one["metadata"]["name"].endswith("-tables")]
+
+
+def test_an_autoscaler_that_ends_starts_again(tmp_path: Path) -> None:
+    """Neither Kubernetes nor KubeRay restarts a container of a pod with `restartPolicy: Never`, and without its
+    autoscaler Ray adds and removes no node."""
+    (command,) = ray_cluster(render(VALUES))["autoscalerOptions"]["args"]
+    said = tmp_path / "said"
+    third = f"test $(wc -l < {said}) -lt 3 || kill $PPID"  # then the pod ends
+    for program, script in (("ray", f'echo "$@" >> {said}; exit 1'), ("sleep", third)):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / program).chmod(0o700)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_CLUSTER_NAME": "a", "RAY_CLUSTER_NAMESPACE": "b"}
+    subprocess.run(["/bin/bash", "-c", "--", command], env=env, timeout=20, check=False)
+    assert said.read_text().splitlines() == ["kuberay-autoscaler --cluster-name a --cluster-namespace b"] * 3
+
+
+def test_an_upgrade_to_a_smaller_maximum_ends_no_worker_that_runs() -> None:
+    """Ray's autoscaler ends nodes above `maxReplicas` at once, with the streams on them. The supervisor drains the
+    surplus workers, and their nodes leave; the next upgrade lowers the bound."""
+    values = merged(VALUES, {"pools": {"decode": {"replicas": 2}}})
+    about = {"name": f"{NAME}-tandem"}
+
+    def maxima(size: int) -> dict[str, int]:
+        spec = {"workerGroupSpecs": [{"groupName": "decode", "replicas": size}]}
+        live = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": about, "spec": spec}
+        rendered = ray_cluster(render_over(values, render(values), [live]))["workerGroupSpecs"]
+        return {group["groupName"]: group["maxReplicas"] for group in rendered}
+
+    assert maxima(12) == {"prefill": 4, "decode": 12}
+    assert maxima(3) == {"prefill": 4, "decode": 4}
+
+
+def test_a_pending_pod_leaves_as_soon_as_an_idle_one() -> None:
+    """When its worker is no longer wanted. Ray's default for such pods is an hour."""
+    options = ray_cluster(render(merged(VALUES, {"ray": {"idle_s": 90}})))["autoscalerOptions"]
+    (pending,) = [one["value"] for one in options["env"] if one["name"] == "RAY_AUTOSCALER_PENDING_NODE_IDLE_TIMEOUT_S"]
+    assert (options["idleTimeoutSeconds"], pending) == (90, "90")
+
+
+def test_an_account_that_kuberay_would_clip_stops_the_install() -> None:
+    """The head's pod would be refused: KubeRay clips the name in the pod, but not that of the account."""
+    named_by_the_user = {"serviceAccount": {"create": False, "name": "a" * 51}}
+    with pytest.raises(HelmError, match=r"serviceAccount\.name"):
+        render(merged(VALUES, named_by_the_user))
+    render(merged(example("laptop"), named_by_the_user))
+
+
+def test_a_claim_for_a_volume_made_by_hand_has_no_class() -> None:
+    """An empty class in a claim says so; an absent one is the cluster's default. Kubernetes refuses the name "-"."""
+    stored = {"valkey": {"storage": "2Gi", "storageClass": "-"}, "model_cache": {"kind": "claim", "storageClass": "-"}}
+    claims = [one for one in render(merged(VALUES, stored)) if one["kind"] == "PersistentVolumeClaim"]
+    classes = {one["metadata"]["name"].rpartition("-")[2]: one["spec"]["storageClassName"] for one in claims}
+    assert classes == {"valkey": "", "tables": "", "models": ""}
+    (default,) = [one for one in render(example("laptop") | {"valkey": {"storage": "2Gi"}}) if "Claim" in one["kind"]]
+    assert "storageClassName" not in default["spec"]
