@@ -49,7 +49,7 @@ class TransferStats:
     bytes: int
     blocks: int
     seconds: float
-    transport: str
+    transport: str  # of the last read; without one, what the pair would use
     why: str = ""  # this transport
 
 
@@ -94,6 +94,7 @@ class Receiver:
         self.failed = asyncio.Event()  # there is an `error`
         self._ended = False
         self._bytes = 0
+        self._carrier = ""  # what the last read used: the pair may have changed its transport since
         self._reading = 0
         self._reading_since = 0.0
         self._busy = 0.0
@@ -144,7 +145,7 @@ class Receiver:
             bytes=self._bytes,
             blocks=len(self._landed),
             seconds=self._busy,
-            transport=self._transport.link(self._peer),
+            transport=self._carrier or self._transport.link(self._peer),
             why=self._transport.why(self._peer),
         )
 
@@ -204,6 +205,7 @@ class Receiver:
             self._fail(InternalError(f"reading transfer {self.ticket.transfer_id} failed: {error!r}"))
             return
         self._bytes += stats.bytes
+        self._carrier = stats.transport
         self._landed.update(block.index for block in ready)
 
     async def _verified(self, ready: list[ReadyBlock]) -> int | None:

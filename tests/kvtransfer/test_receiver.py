@@ -86,6 +86,18 @@ async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expec
     assert stats.transport == sink.transport.link(source.peer)
 
 
+async def test_the_statistics_name_the_transport_of_the_reads(here, there, monkeypatch):
+    """A pair may change its transport between the last read and the end of the transfer."""
+    used = there.transport.link(here.peer)
+    async with receiving(there, here.peer) as receiver:
+        await receiver.add([ready(index) for index in range(COUNT)])
+        await until(lambda: len(receiver._landed) == COUNT, 10)
+        monkeypatch.setattr(there.transport, "link", lambda _: "another")
+        assert (await receiver.finish()).transport == used
+    async with receiving(there, here.peer, expected={}) as receiver:
+        assert (await receiver.finish()).transport == "another"
+
+
 async def test_an_empty_transfer_is_complete(here, there):
     """If the decode worker's own cache has every block, there is nothing to wait for."""
     async with receiving(there, here.peer, expected={}) as receiver:
