@@ -274,17 +274,17 @@ async def test_one_read_in_four_failing_costs_no_transfer(here, there, faulty):
 async def test_one_nixl_read_in_four_failing_at_its_post_costs_no_transfer(source, sink, monkeypatch, expected):
     """The same below the transport, where each failure also ends the connection."""
     await sink.transport.connect(source.peer, 10)
-    agent, posts = sink.transport._owner.agent._agent, 0
-    transfer = agent.transfer
+    agent, posts = sink.transport._owner.agent, 0
+    post = agent.post
 
     def fail_every_fourth(handle):
         nonlocal posts
         posts += 1
         if posts % 4 == 0:
-            raise sink.transport._owner.agent.errors[0]("injected")
-        return transfer(handle)
+            raise agent.errors[0]("injected")
+        return post(handle)
 
-    monkeypatch.setattr(agent, "transfer", fail_every_fourth)
+    monkeypatch.setattr(agent, "post", fail_every_fourth)
     for _ in range(5):
         sink.array[:] = 0
         async with receiving(sink, source.peer) as receiver:
