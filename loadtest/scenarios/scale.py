@@ -28,7 +28,9 @@ from services.launch import short_collections
 from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.prefix_index import PrefixIndex, Prompt
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.waiting_request import WaitingRequest
 from services.worker_liveness import WorkerLiveness
+from tandem.settings import RESERVED_OUTPUT_TOKENS
 from tandem.tasks import end
 from tandem.v1 import worker_pb2
 
@@ -154,14 +156,14 @@ class Bench:
 
     def asked(self, number: int, timeout_s: float = LONG_S) -> Any:
         prompt = self.prompts[number % len(self.prompts)]
-        return self.scheduler.placed(
+        waiting = WaitingRequest(
             len(prompt),
-            len(prompt) + 200,
-            timeout_s,
+            f"tenant-{number % TENANTS}",
+            ahead=RESERVED_OUTPUT_TOKENS,
             cached=functools.partial(self.prefixes.cached, prompt),
             holders=functools.partial(self.prefixes.holders, prompt),
-            tenant=f"tenant-{number % TENANTS}",
         )
+        return self.scheduler.placed(waiting, timeout_s)
 
 
 def pairs(decode: int, prefill: int) -> Placement:
@@ -207,7 +209,7 @@ async def placing(bench: Bench, requests: int, at_once: int) -> list[Row]:
             running.append((request, placement))
             learnt(bench.scheduler, placement)
             if len(running) > at_once // 4:
-                await bench.scheduler.prefilled(running[-at_once // 4][1])
+                bench.scheduler.prefilled(running[-at_once // 4][1])
             if len(running) > at_once:
                 before = thread_time()
                 await running.popleft()[0].__aexit__(None, None, None)
@@ -271,7 +273,7 @@ async def waiting(bench: Bench, count: int) -> list[Row]:
     for number in range(places):
         request = bench.asked(number)
         running.append((request, await request.__aenter__()))
-        await bench.scheduler.prefilled(running[-1][1])
+        bench.scheduler.prefilled(running[-1][1])
 
     async def place_one(number: int) -> None:
         async with bench.asked(number):

@@ -272,7 +272,7 @@ class Saying(Unreachable):
 
         yield call(), SimpleNamespace(read=read)
 
-    async def prefilled(self, *_: Any) -> None: ...
+    def prefilled(self, *_: Any) -> None: ...
 
     def suspect(self, *_: Any) -> None:
         self.suspected += 1
@@ -382,9 +382,9 @@ class Remembering(Saying):
     """A scheduler that remembers whose request it placed."""
 
     @asynccontextmanager
-    async def placed(self, *about: Any, is_job: bool, **more: Any) -> AsyncIterator[Placement]:
-        self.is_job = is_job
-        async with super().placed(*about, **more) as placement:
+    async def placed(self, waiting: Any, *about: Any, **more: Any) -> AsyncIterator[Placement]:
+        self.is_job = waiting.is_job
+        async with super().placed(waiting, *about, **more) as placement:
             yield placement
 
 

@@ -21,7 +21,7 @@ from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import DecodePool
 from tandem.errors import Busy, NoWorker, ResumeFailed
 from tandem.tasks import end
-from tests.router.scheduling import RECORD, once, seen, two
+from tests.router.scheduling import RECORD, once, request_place, seen, two
 
 
 async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobody() -> None:
@@ -32,7 +32,7 @@ async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobod
     scheduler = RequestScheduler(seen(*records), 5.0, RoutingConfig())
     async with AsyncExitStack() as stack:
         lost: Any = {"begun": True, "begun_with": Begun("L", "tile32")}
-        places = [await stack.enter_async_context(scheduler.placed(10, 20, 5.0, **lost)) for _ in range(3)]
+        places = [await stack.enter_async_context(request_place(scheduler, 10, 20, 5.0, **lost)) for _ in range(3)]
     assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]
 
 
@@ -60,7 +60,7 @@ async def test_a_stream_that_waits_for_its_own_workers_keeps_nobody_else_waiting
     mine, other = replace(RECORD, worker_id="decode-1", max_running=1), replace(RECORD, computes_with="M")
     scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
     begun = {"begun": True, "begun_with": Begun("L")}
-    async with scheduler.placed(10, 20, 5.0, **begun) as first:  # type: ignore[arg-type]
+    async with request_place(scheduler, 10, 20, 5.0, **begun) as first:
         waiting = asyncio.create_task(once(scheduler, **begun))
         await asyncio.sleep(0)
         behind = asyncio.create_task(once(scheduler))
@@ -78,7 +78,7 @@ async def test_a_stream_whose_last_worker_goes_while_it_waits_ends() -> None:
     view = seen(mine, other)
     scheduler = RequestScheduler(view, 5.0, RoutingConfig())
     begun = {"begun": True, "begun_with": Begun("L")}
-    async with scheduler.placed(10, 20, 5.0, **begun):  # type: ignore[arg-type]
+    async with request_place(scheduler, 10, 20, 5.0, **begun):
         waiting = asyncio.create_task(once(scheduler, **begun))
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -97,7 +97,7 @@ async def test_a_stream_that_is_placed_as_its_wait_ends_is_placed_once() -> None
     await scheduler.keep_up()
 
     async def stream() -> None:
-        async with scheduler.placed(10, 20, 5.0, begun=True, begun_with=Begun("L")):
+        async with request_place(scheduler, 10, 20, 5.0, begun=True, begun_with=Begun("L")):
             assert scheduler.waiting() == 0
             await scheduler.keep_up()
 
@@ -121,17 +121,17 @@ async def test_requests_behind_a_stream_that_waits_aside_do_not_take_the_room_th
     scheduler = RequestScheduler(seen(mine, other), 5.0, RoutingConfig())
     begun: Any = {"begun": True, "begun_with": Begun("L")}
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(scheduler.placed(300, 310, 5.0, **begun))
+        await stack.enter_async_context(request_place(scheduler, 300, 310, 5.0, **begun))
         places = list[str]()
 
         async def stream(tokens: int) -> None:
-            async with scheduler.placed(tokens, tokens + 10, 5.0, **begun) as placement:
+            async with request_place(scheduler, tokens, tokens + 10, 5.0, **begun) as placement:
                 places.append(f"{placement.decode.worker_id} {tokens}")
 
         waiting = asyncio.create_task(stream(700))
         await asyncio.sleep(0.05)
         for _ in range(3):
-            placement = await stack.enter_async_context(scheduler.placed(10, 20, 5.0))
+            placement = await stack.enter_async_context(request_place(scheduler, 10, 20, 5.0))
             assert placement.decode.worker_id == RECORD.worker_id
         assert (places, scheduler.waiting()) == ([], 1)
         await stack.aclose()
@@ -171,7 +171,7 @@ async def test_a_worker_that_rests_is_waited_for_where_the_other_is_unsuited(
     other = await once(scheduler, unsuited={("decode-0", "a")})
     assert other.decode.worker_id == ("decode-0" if why == "drains" else "decode-1")
     if why == "said no":
-        scheduler.rejected(other)
+        scheduler.rejected(other, full=True)
     elif why == "suspected":
         scheduler.suspect(other.decode)
     assert (await once(scheduler, unsuited={("decode-0", "a")})).decode.identity == other.decode.identity
@@ -195,7 +195,7 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     begun: Any = {"begun": True, "begun_with": Begun("L")}
 
     async def long() -> None:
-        async with scheduler.placed(700, 710, 60.0, **begun):
+        async with request_place(scheduler, 700, 710, 60.0, **begun):
             pytest.fail("it has no room")
 
     waiting = asyncio.create_task(long())
@@ -204,13 +204,13 @@ async def test_a_stream_whose_wait_ends_takes_the_room_that_there_is() -> None:
     assert scheduler.waiting() == 1
     scheduler.generated("greedy", 100)
     began = monotonic()
-    async with scheduler.placed(20, 30, 0.1, tenant="greedy", **begun) as placement:
+    async with request_place(scheduler, 20, 30, 0.1, tenant="greedy", **begun) as placement:
         assert placement.decode.worker_id == "decode-1"
         assert monotonic() - began >= 0.1
         assert scheduler.waiting() == 1
     await end(waiting)
     with pytest.raises(Busy, match="no place became free"):
-        async with scheduler.placed(700, 710, 0.1, **begun):
+        async with request_place(scheduler, 700, 710, 0.1, **begun):
             pytest.fail("it has no room")
     assert scheduler.waiting() == 0
 
@@ -232,10 +232,10 @@ async def test_a_request_that_only_some_workers_can_take_keeps_nobody_from_the_o
     only: Any = {} if why == "too long" else {"unsuited": {("decode-0", "a")}}
 
     async def constrained() -> str:
-        async with scheduler.placed(tokens, tokens + 10, 5.0, **only) as placement:
+        async with request_place(scheduler, tokens, tokens + 10, 5.0, **only) as placement:
             return placement.decode.worker_id
 
-    async with scheduler.placed(tokens, tokens + 10, 5.0, **only) as first:
+    async with request_place(scheduler, tokens, tokens + 10, 5.0, **only) as first:
         if why == "suspected":
             scheduler.suspect(first.decode)
         waiting = asyncio.create_task(constrained())
@@ -260,14 +260,16 @@ async def test_short_prompts_do_not_take_the_room_that_a_long_one_waits_for(
     scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=9)), 60.0, RoutingConfig())
 
     async def long() -> str:
-        async with scheduler.placed(3000, 3010, 60.0) as placement:
+        async with request_place(scheduler, 3000, 3010, 60.0) as placement:
             return placement.decode.worker_id
 
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(scheduler.placed(2000, 2010, 60.0))
+        await stack.enter_async_context(request_place(scheduler, 2000, 2010, 60.0))
         waiting = asyncio.create_task(long())
         await asyncio.sleep(0.05)
-        short = [asyncio.create_task(stack.enter_async_context(scheduler.placed(10, 20, 60.0))) for _ in range(3)]
+        short = [
+            asyncio.create_task(stack.enter_async_context(request_place(scheduler, 10, 20, 60.0))) for _ in range(3)
+        ]
         done, pending = await asyncio.wait(short, timeout=0.3)
         names = [placement.result().decode.worker_id for placement in done]
         assert (names.count("decode-0"), len(pending)) == (2, 1) if reserves else names.count("decode-1") > 0
@@ -462,10 +464,10 @@ async def test_what_would_begin_one_line_too_many_waits_in_the_queue(monkeypatch
     scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig())
 
     async def long() -> None:
-        async with scheduler.placed(2000, 2010, 60.0):
+        async with request_place(scheduler, 2000, 2010, 60.0):
             pass
 
-    async with scheduler.placed(2000, 2010, 60.0):
+    async with request_place(scheduler, 2000, 2010, 60.0):
         waiting = asyncio.create_task(long())
         await asyncio.sleep(0.05)
         assert (len(scheduler._queue), len(scheduler._constrained)) == (1, 0)
@@ -479,13 +481,13 @@ async def test_who_comes_before_the_first_of_a_line_has_its_worker_before_it(how
     scheduler, order = RequestScheduler(seen(RECORD, replace(LONG, max_running=1)), 60.0, RoutingConfig()), list[str]()
 
     async def ask(name: str, tokens: int, **about: Any) -> None:
-        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+        async with request_place(scheduler, tokens, tokens + 10, 60.0, **about):
             order.append(name)
 
     async with AsyncExitStack() as stack:
-        async with scheduler.placed(2000, 2010, 60.0):
+        async with request_place(scheduler, 2000, 2010, 60.0):
             for _ in range(2):  # decode-0 is full from here on
-                await stack.enter_async_context(scheduler.placed(10, 20, 60.0))
+                await stack.enter_async_context(request_place(scheduler, 10, 20, 60.0))
             line = asyncio.create_task(ask("line", 2000, priority=1))
             await asyncio.sleep(0.05)
             first = asyncio.create_task(ask("first", 10, **how))
@@ -508,18 +510,18 @@ async def test_a_prompt_of_a_line_waits_for_a_prefill_worker_that_would_begin_so
     await scheduler.keep_up()
 
     async def ask() -> None:
-        async with scheduler.placed(2000, 2010, 60.0):
+        async with request_place(scheduler, 2000, 2010, 60.0):
             placed.set()
 
     async with AsyncExitStack() as stack:
-        busy = [await stack.enter_async_context(scheduler.placed(900, 910, 60.0)) for _ in range(2)]
+        busy = [await stack.enter_async_context(request_place(scheduler, 900, 910, 60.0)) for _ in range(2)]
         waiting = asyncio.create_task(ask())
         await asyncio.sleep(0.05)
         view.workers = {**view.workers, "decode-1": replace(long, beat=2.0)}
         await scheduler.keep_up()
         await asyncio.sleep(0.05)
         assert scheduler.waiting() == 1
-        await scheduler.prefilled(busy[0])
+        scheduler.prefilled(busy[0])
         await asyncio.wait_for(placed.wait(), 30.0)
         await waiting
 
@@ -533,12 +535,12 @@ async def test_a_prompt_of_a_line_does_not_take_the_prefill_worker_before_one_th
     await scheduler.keep_up()
 
     async def ask(name: str, tokens: int, **about: Any) -> None:
-        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+        async with request_place(scheduler, tokens, tokens + 10, 60.0, **about):
             order.append(name)
             await asyncio.Event().wait()
 
     async with AsyncExitStack() as stack:
-        busy = [await stack.enter_async_context(scheduler.placed(1500, 1510, 60.0)) for _ in range(2)]
+        busy = [await stack.enter_async_context(request_place(scheduler, 1500, 1510, 60.0)) for _ in range(2)]
         tasks = [asyncio.create_task(ask("line", 500, priority=1, unsuited={("decode-1", "a")}))]
         await asyncio.sleep(0.05)
         assert len(scheduler._constrained) == 1
@@ -547,7 +549,7 @@ async def test_a_prompt_of_a_line_does_not_take_the_prefill_worker_before_one_th
         await scheduler.keep_up()
         await asyncio.sleep(0.05)
         assert scheduler.waiting() == 2
-        await scheduler.prefilled(busy[0])
+        scheduler.prefilled(busy[0])
         await asyncio.sleep(0.05)
         assert order == ["first"]
         await asyncio.gather(*map(end, tasks))
@@ -560,7 +562,7 @@ async def test_those_of_a_line_are_placed_some_in_each_turn_of_the_loop() -> Non
     scheduler = RequestScheduler(view, 60.0, RoutingConfig())
 
     async def ask(tokens: int, **about: Any) -> None:
-        async with scheduler.placed(tokens, tokens + 10, 60.0, **about):
+        async with request_place(scheduler, tokens, tokens + 10, 60.0, **about):
             await asyncio.Event().wait()
 
     tasks = [asyncio.create_task(ask(10, unsuited={("decode-1", "a")}))]
@@ -584,7 +586,7 @@ async def test_what_is_placed_at_once_says_nothing_about_a_line(monkeypatch: pyt
     scheduler = RequestScheduler(seen(RECORD, replace(LONG, max_running=1, running=1)), 60.0, RoutingConfig())
 
     async def long(**about: Any) -> None:
-        async with scheduler.placed(3000, 3010, 60.0, **about):
+        async with request_place(scheduler, 3000, 3010, 60.0, **about):
             pytest.fail("the worker is full")
 
     waiting = asyncio.create_task(long())
@@ -606,7 +608,7 @@ async def test_the_expected_wait_counts_the_line_that_a_request_would_join() -> 
     scheduler = RequestScheduler(seen(*records), 60.0, RoutingConfig())
 
     async def long(**about: Any) -> None:
-        async with scheduler.placed(3000, 3010, 60.0, **about):
+        async with request_place(scheduler, 3000, 3010, 60.0, **about):
             pytest.fail("the worker is full")
 
     for about in ({}, {"ttft_s": 5.0}):

@@ -19,6 +19,7 @@ from services.router.routing.placement import PathLatency, RoutingConfig, Worker
 from services.router.routing.request_scheduler import RequestScheduler
 from services.worker_liveness import WorkerLiveness
 from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
+from tests.router.scheduling import request_place
 from tests.support.policy import place
 
 TICK_S = 0.05
@@ -70,7 +71,7 @@ class Cluster:
 
     async def _request(self) -> None:
         came, done = self.now, asyncio.Event()
-        async with self.scheduler.placed(TOKENS, TOKENS + 10, 1e6) as placement:
+        async with request_place(self.scheduler, TOKENS, TOKENS + 10, 1e6) as placement:
             assert placement.prefill
             name = placement.prefill.worker_id
             placed_at = self.now
@@ -80,7 +81,7 @@ class Cluster:
             begins = max(self.now, self._still_until.get(name, 0.0), work[-1][0] if work else 0.0)
             work.append((begins + TOKENS / RATE, done))
             await done.wait()
-            await self.scheduler.prefilled(placement)
+            self.scheduler.prefilled(placement)
             still_until = self._still_until.get(name, 0.0)
             late_s = max(0.0, min(self.now, still_until) - max(placed_at, still_until - STILL_S))
             self.scheduler.observe_path(placement, (0.004 + late_s, BLOCKS, 0.003 + late_s))

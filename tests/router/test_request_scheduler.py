@@ -20,7 +20,7 @@ from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_selector import choose_prefill
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import Busy, DeadlineExceeded, NoWorker
-from tests.router.scheduling import RECORD, once, seen, two
+from tests.router.scheduling import RECORD, once, request_place, seen, two
 
 
 async def test_requests_one_after_another_take_turns() -> None:
@@ -36,7 +36,7 @@ async def test_what_was_placed_since_the_last_beat_counts() -> None:
     scheduler = RequestScheduler(seen(RECORD), 5.0, RoutingConfig())
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            await stack.enter_async_context(scheduler.placed(10, 20, 5.0))
+            await stack.enter_async_context(request_place(scheduler, 10, 20, 5.0))
         third = asyncio.create_task(once(scheduler))
         await asyncio.sleep(0)
         assert not third.done()
@@ -48,7 +48,7 @@ async def test_a_new_beat_replaces_the_account() -> None:
     """Else a request would be counted twice, by the worker and by the router."""
     view = seen(RECORD)
     scheduler = RequestScheduler(view, 0.05, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0):
+    async with request_place(scheduler, 10, 20, 5.0):
         view.workers = {**view.workers, "decode-0": replace(RECORD, beat=2.0, running=1)}
         assert (await once(scheduler)).decode.running == 1
 
@@ -58,7 +58,7 @@ async def test_a_beat_that_knows_nothing_of_a_request_makes_no_room_when_it_ends
     blocks than it has, or it would be preferred to all others until its next beat."""
     view = seen(*two("decode"))
     scheduler = RequestScheduler(view, 0.05, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0) as first:
+    async with request_place(scheduler, 10, 20, 5.0) as first:
         view.workers = {name: replace(one, beat=2.0) for name, one in view.workers.items()}
         await scheduler.keep_up()
     second = await once(scheduler)
@@ -72,7 +72,7 @@ async def test_what_a_worker_never_counted_is_not_taken_from_its_record(admitted
     others. One that was admitted is counted there, and its end makes room before the next beat."""
     view = seen(RECORD)
     scheduler = RequestScheduler(view, 0.05, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0) as placement:
+    async with request_place(scheduler, 10, 20, 5.0) as placement:
         if admitted:
             scheduler.admitted(placement)
         view.workers = {"decode-0": replace(RECORD, beat=2.0, running=1, blocks_held=40)}
@@ -85,9 +85,9 @@ async def test_a_prefill_worker_is_relieved_once_of_a_prompt() -> None:
     """Its record has counted the prompt and its end long before the stream ends: the load in it is of others."""
     view = seen(RECORD, *two("prefill"))
     scheduler = RequestScheduler(view, 5.0, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0) as first:
+    async with request_place(scheduler, 10, 20, 5.0) as first:
         scheduler.admitted(first)
-        await scheduler.prefilled(first)
+        scheduler.prefilled(first)
         assert first.prefill
         name = first.prefill.worker_id
         view.workers = {
@@ -115,7 +115,7 @@ async def test_who_said_no_or_failed_is_left_alone() -> None:
     first = await once(scheduler)
     scheduler.suspect(first.decode)
     assert {(await once(scheduler)).decode.worker_id for _ in range(3)} == {"decode-1"}
-    scheduler.rejected(await once(scheduler))
+    scheduler.rejected(await once(scheduler), full=True)
     view.workers = {**view.workers, "decode-0": replace(view.workers["decode-0"], incarnation="b")}
     assert (await once(scheduler)).decode.incarnation == "b"
 
@@ -123,10 +123,10 @@ async def test_who_said_no_or_failed_is_left_alone() -> None:
 async def test_a_worker_that_is_full_is_usable_again_when_something_of_ours_ends_there() -> None:
     """Without a beat. The end of the very request that it refused is no such thing: it would be asked again at once."""
     scheduler = RequestScheduler(seen(RECORD), 0.02, RoutingConfig())
-    async with scheduler.placed(10, 20, 5.0) as held:
+    async with request_place(scheduler, 10, 20, 5.0) as held:
         scheduler.admitted(held)
-        async with scheduler.placed(10, 20, 5.0) as refused:
-            scheduler.rejected(refused)
+        async with request_place(scheduler, 10, 20, 5.0) as refused:
+            scheduler.rejected(refused, full=True)
         with pytest.raises(Busy):
             await once(scheduler)
     assert (await once(scheduler)).decode.worker_id == "decode-0"
@@ -138,10 +138,10 @@ async def test_a_request_that_was_refused_counts_once() -> None:
     scheduler, order = RequestScheduler(view, 5.0, RoutingConfig()), list[str]()
 
     async def ask(tenant: str, tokens: int, refusals: int = 0) -> None:
-        async with scheduler.placed(tokens, tokens + 10, 5.0, tenant=tenant) as placement:
+        async with request_place(scheduler, tokens, tokens + 10, 5.0, tenant=tenant) as placement:
             order.append(tenant)
             if refusals:
-                scheduler.rejected(placement)
+                scheduler.rejected(placement, full=True)
         if refusals:
             await ask(tenant, tokens, refusals - 1)
 
@@ -166,7 +166,7 @@ async def test_accounts_of_workers_that_are_gone_are_forgotten(monkeypatch: pyte
     monkeypatch.setattr(worker_table, "monotonic", lambda: now)
     view = seen(*two("decode"))
     scheduler, both = RequestScheduler(view, 5.0, RoutingConfig()), view.workers
-    async with scheduler.placed(10, 20, 5.0) as first:
+    async with request_place(scheduler, 10, 20, 5.0) as first:
         view.workers = {name: one for name, one in both.items() if name != first.decode.worker_id}
         await scheduler.keep_up()
         now += worker_table.MAX_ABSENCE_S
@@ -243,7 +243,7 @@ async def test_the_worker_that_has_the_beginning_is_asked_first() -> None:
         "cached": lambda record: 600 if record.worker_id == "prefill-1" else 0,
         "holders": lambda role: ["prefill-1"] if role == "prefill" else [],
     }
-    async with scheduler.placed(1000, 1010, 60.0, **about) as placement:
+    async with request_place(scheduler, 1000, 1010, 60.0, **about) as placement:
         assert placement.prefill
         assert placement.prefill.worker_id == "prefill-1"
         scheduler._workers.settle()
@@ -262,7 +262,7 @@ async def test_a_request_holds_the_room_that_it_reserves() -> None:
         (112, 128, "", 8),
         (100, 400, "decode-0", 5),
     ):
-        async with scheduler.placed(tokens, limit, 60.0, kv_holder):
+        async with request_place(scheduler, tokens, limit, 60.0, kv_holder=kv_holder):
             scheduler._workers.settle()
             held = scheduler._workers.decodes.workers["decode-0"]
             assert DECODE.blocks_total - held.free_blocks == blocks
@@ -277,14 +277,14 @@ async def test_a_copy_of_recurrent_states_takes_room_where_kv_arrives() -> None:
     decode, prefill = replace(DECODE, state_blocks=3), replace(PREFILL, state_blocks=3)
     for rules, blocks in (("never", 14), ("always", 11)):
         scheduler = RequestScheduler(seen(decode, prefill), 5.0, RoutingConfig(rules))  # type: ignore[arg-type]
-        async with scheduler.placed(100, 400, 60.0, "decode-0") as placement:
+        async with request_place(scheduler, 100, 400, 60.0, kv_holder="decode-0") as placement:
             scheduler._workers.settle()
             free = scheduler._workers.decodes.workers["decode-0"].free_blocks
             assert decode.blocks_total - free == blocks
             assert (placement.prefill is None) == (rules == "always")
     full = replace(decode, blocks_total=11)
     with pytest.raises(Busy):
-        async with RequestScheduler(seen(full, prefill), 0.01, RoutingConfig()).placed(100, 400, 60.0):
+        async with request_place(RequestScheduler(seen(full, prefill), 0.01, RoutingConfig()), 100, 400, 60.0):
             pass
 
 
@@ -314,7 +314,7 @@ class Asked:
             await self.settle()
 
     async def _one(self, tokens: int) -> None:
-        async with self.scheduler.placed(tokens, tokens + 10, 60.0, **self._about) as placement:
+        async with request_place(self.scheduler, tokens, tokens + 10, 60.0, **self._about) as placement:
             self.placed.append((tokens, placement))
             if len(self.placed) == 3:
                 self.third.set()
@@ -325,7 +325,7 @@ class Asked:
             await asyncio.sleep(0)
 
     async def first_token(self, number: int) -> None:
-        await self.scheduler.prefilled(self.placed[number][1])
+        self.scheduler.prefilled(self.placed[number][1])
         await self.settle()
 
     @property
@@ -403,7 +403,7 @@ async def test_many_who_can_be_placed_are_placed_some_in_each_turn_of_the_loop()
     scheduler, placed = RequestScheduler(view, 5.0, RoutingConfig()), list[int]()
 
     async def ask() -> None:
-        async with scheduler.placed(10, 20, 5.0):
+        async with request_place(scheduler, 10, 20, 5.0):
             placed.append(1)
             await asyncio.Event().wait()
 
@@ -444,7 +444,7 @@ async def refusal(scheduler: RequestScheduler, tokens: int, **about: Any) -> Bus
     with pytest.raises(Busy) as refused:
         async with (
             asyncio.timeout(30.0),
-            scheduler.placed(tokens, tokens + 10, about.pop("remaining_s", 60.0), **about),
+            request_place(scheduler, tokens, tokens + 10, about.pop("remaining_s", 60.0), **about),
         ):
             pass
     return refused.value
@@ -464,7 +464,7 @@ class Held:
         await self.settle()
 
     async def _one(self, tenant: str, tokens: int) -> None:
-        async with self.scheduler.placed(tokens, tokens + 10, 60.0, tenant=tenant):
+        async with request_place(self.scheduler, tokens, tokens + 10, 60.0, tenant=tenant):
             self.order.append(tenant)
             self._ends.append(asyncio.Event())
             await self._ends[-1].wait()
@@ -531,12 +531,15 @@ async def test_who_cannot_have_its_first_token_in_time_is_refused_at_once(about:
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never", ttft=None if about else 2.5))
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
+            await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0))
         refused = await refusal(scheduler, 1000, **about)
         assert refused.reason == "OVERLOADED"
         assert refused.retry_after == pytest.approx(0.5)
         with pytest.raises(TimeoutError):  # what is shorter comes before them, and waits for its turn
-            async with asyncio.timeout(0.05), scheduler.placed(400, 410, about.pop("remaining_s", 60.0), **about):
+            async with (
+                asyncio.timeout(0.05),
+                request_place(scheduler, 400, 410, about.pop("remaining_s", 60.0), **about),
+            ):
                 pass
 
 
@@ -546,12 +549,12 @@ async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
+            await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0))
         await refusal(scheduler, 1000, ttft_s=2.5)
         assert (scheduler.arrived, scheduler.waiting_tokens()) == (3000, 0)
         await refusal(scheduler, 1000, ttft_s=1.1, cached=lambda record: 600)
         assert scheduler.arrived == 3400
-        waits = asyncio.create_task(stack.enter_async_context(scheduler.placed(1000, 1010, 60.0, begun=True)))
+        waits = asyncio.create_task(stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0, begun=True)))
         await asyncio.sleep(0)
         assert (scheduler.arrived, scheduler.waiting_tokens()) == (3400, 1000)
         waits.cancel()
@@ -564,14 +567,14 @@ async def test_a_jobs_prompt_arrives_when_it_is_placed() -> None:
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
+            await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0))
         for _ in range(3):
             await refusal(scheduler, 1000, ttft_s=2.5, is_job=True)
         assert scheduler.arrived == 2000
-    async with scheduler.placed(1000, 1010, 60.0, is_job=True):
+    async with request_place(scheduler, 1000, 1010, 60.0, is_job=True):
         assert scheduler.arrived == 3000
-    async with scheduler.placed(1000, 1010, 60.0, is_job=True) as placement:
-        scheduler.rejected(placement)
+    async with request_place(scheduler, 1000, 1010, 60.0, is_job=True) as placement:
+        scheduler.rejected(placement, full=True)
     assert scheduler.arrived == 3000
 
 
@@ -583,9 +586,9 @@ async def test_control_without_an_objective_it_waits() -> None:
         scheduler = RequestScheduler(slow(), 60.0, rules)
         async with AsyncExitStack() as stack:
             for _ in range(2):
-                await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0))
+                await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0))
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05), scheduler.placed(1000, 1010, 60.0, **about):
+                async with asyncio.timeout(0.05), request_place(scheduler, 1000, 1010, 60.0, **about):
                     pass
 
 
@@ -597,7 +600,7 @@ async def test_an_estimate_that_fails_leaves_nobody_in_the_queue() -> None:
 
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     with pytest.raises(KeyError):
-        async with scheduler.placed(1000, 1010, 60.0, cached=broken):
+        async with request_place(scheduler, 1000, 1010, 60.0, cached=broken):
             pass
     assert scheduler.waiting() == 0
 
@@ -608,12 +611,12 @@ async def test_further_completions_wait_their_turn() -> None:
         scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
 
         async def wait(tenant: str, tokens: int, about: Any, scheduler: RequestScheduler = scheduler) -> None:
-            async with scheduler.placed(tokens, tokens + 10, 60.0, tenant=tenant, **about):
+            async with request_place(scheduler, tokens, tokens + 10, 60.0, tenant=tenant, **about):
                 await asyncio.Event().wait()  # keeps its place
 
         async with AsyncExitStack() as stack:
             for _ in range(2):
-                await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0, tenant="greedy"))
+                await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0, tenant="greedy"))
             waiting = [asyncio.create_task(wait("greedy", 1000, about)) for _ in range(8)]
             waiting.append(asyncio.create_task(wait("polite", 400, {})))
             await asyncio.sleep(0)
@@ -628,7 +631,7 @@ async def test_further_completions_wait_their_turn() -> None:
 async def test_nobody_is_refused_for_a_prompt_that_is_late_by_itself() -> None:
     """An idle cluster serves a prompt that takes longer than the cluster's objective; only its own one refuses it."""
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never", ttft=0.5))
-    async with scheduler.placed(1000, 1010, 60.0):
+    async with request_place(scheduler, 1000, 1010, 60.0):
         pass
     assert (await refusal(scheduler, 1000, ttft_s=0.5)).reason == "OVERLOADED"
 
@@ -645,7 +648,7 @@ async def test_an_idle_cluster_computes_what_would_be_late_now_and_then(
 
     async def placed(tokens: int = 1000, remaining_s: float = 60.0, **about: float) -> bool:
         try:
-            async with scheduler.placed(tokens, tokens + 10, remaining_s, **about):  # type: ignore[arg-type]
+            async with request_place(scheduler, tokens, tokens + 10, remaining_s, **about):
                 return True
         except (Busy, DeadlineExceeded):
             return False
@@ -676,10 +679,10 @@ async def test_a_prompt_of_few_tokens_is_no_probe(
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     for _ in range(4):
         now[0] += PROBE_S / 2
-        async with scheduler.placed(tokens, tokens + 10, 60.0, **more) as placement:
-            await scheduler.prefilled(placement)
+        async with request_place(scheduler, tokens, tokens + 10, 60.0, **more) as placement:
+            scheduler.prefilled(placement)
     if probed:
-        async with scheduler.placed(1000, 1010, 60.0, ttft_s=0.5) as placement:
+        async with request_place(scheduler, 1000, 1010, 60.0, ttft_s=0.5) as placement:
             assert placement.prefill
     assert (await refusal(scheduler, 1000, ttft_s=0.5)).reason == "OVERLOADED"
 
@@ -694,7 +697,7 @@ async def test_prompts_that_a_decode_worker_computes_in_time_are_not_refused(mon
     now[0] += PROBE_S
     about: dict[str, Any] = {"ttft_s": 5.0}
     async with AsyncExitStack() as stack:
-        paths = [await stack.enter_async_context(scheduler.placed(1000, 1010, 60.0, **about)) for _ in range(5)]
+        paths = [await stack.enter_async_context(request_place(scheduler, 1000, 1010, 60.0, **about)) for _ in range(5)]
         assert [one.prefill is None for one in paths] == [True, True, True, True, False]
         assert (await refusal(scheduler, 1000, **about)).reason == "OVERLOADED"
 
@@ -704,7 +707,7 @@ async def test_a_prompt_that_waits_for_others_is_no_probe(monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
-    async with scheduler.placed(1000, 1010, 60.0):
+    async with request_place(scheduler, 1000, 1010, 60.0):
         now[0] += 10 * PROBE_S
         refused = await refusal(scheduler, 1000, ttft_s=1.5)
         assert (refused.reason, refused.retry_after) == ("OVERLOADED", pytest.approx(0.5))
@@ -715,7 +718,7 @@ async def test_who_cannot_be_in_time_on_an_idle_cluster_is_not_told_to_come_agai
     for slower than it is."""
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     assert (await refusal(scheduler, 1000, ttft_s=0.5)).retry_after is None
-    async with scheduler.placed(1000, 1010, 60.0):
+    async with request_place(scheduler, 1000, 1010, 60.0):
         assert (await refusal(scheduler, 1000, ttft_s=0.5)).retry_after == pytest.approx(1.5)
 
 
@@ -723,14 +726,14 @@ async def test_a_deadline_that_no_cluster_could_keep_is_over_at_once() -> None:
     """1 s of computing within 0.5 s: to come again later would not help, so nobody is told to."""
     scheduler = RequestScheduler(slow(), 60.0, RoutingConfig("never"))
     with pytest.raises(DeadlineExceeded) as over:
-        async with scheduler.placed(1000, 1010, 0.5):
+        async with request_place(scheduler, 1000, 1010, 0.5):
             pass
     assert (over.value.retry_after, over.value.bound) == (None, "at least 1.00 s")
     with pytest.raises(DeadlineExceeded) as late:  # the control: a first attempt took the time
-        async with scheduler.placed(1000, 1010, 0.5, spent_s=9.5):
+        async with request_place(scheduler, 1000, 1010, 0.5, spent_s=9.5):
             pass
     assert late.value.bound is None
-    async with scheduler.placed(400, 410, 0.5):  # and it has left the queue
+    async with request_place(scheduler, 400, 410, 0.5):  # and it has left the queue
         pass
 
 
@@ -801,7 +804,7 @@ async def test_who_waits_is_placed_when_a_worker_may_be_used_again(why: str, mon
     found = await once(scheduler)
     assert found.prefill
     if why == "said no":
-        scheduler.rejected(found)
+        scheduler.rejected(found, full=True)
     elif why == "suspected":
         scheduler.suspect(found.decode)
     else:
@@ -816,7 +819,7 @@ async def test_control_without_an_end_a_worker_that_said_no_is_lost(monkeypatch:
     """Its record never changes, since nobody sends it anything."""
     monkeypatch.setattr(module, "REJECTED_S", 60.0)
     scheduler = RequestScheduler(seen(RECORD), 0.1, RoutingConfig())
-    scheduler.rejected(await once(scheduler))
+    scheduler.rejected(await once(scheduler), full=True)
     for _ in range(2):
         with pytest.raises(Busy):
             await once(scheduler)

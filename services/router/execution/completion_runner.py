@@ -21,6 +21,7 @@ from services.router.preprocess.request import Request
 from services.router.routing.placement import Placement
 from services.router.routing.prefix_index import PrefixIndex
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.waiting_request import WaitingRequest
 from tandem.errors import (
     Busy,
     DataLoss,
@@ -34,7 +35,7 @@ from tandem.errors import (
     Unavailable,
     WorkerLost,
 )
-from tandem.settings import Settings
+from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2
 
@@ -95,23 +96,26 @@ class CompletionRunner:
         kv_holder = request.kv_holder if timeline.attempts == 0 and not alone else ""
         adapter = request.adapter, request.adapter_fingerprint
         prompt = await self._prefixes.prompt(request.tokens, request.salt, *adapter)
-        async with self._scheduler.placed(
+        waiting = WaitingRequest(
             len(request.tokens),
-            request.prompt_len + request.max_tokens,
-            remaining,
-            kv_holder,
-            functools.partial(self._prefixes.cached, prompt),
-            functools.partial(self._prefixes.holders, prompt),
-            tenant=request.tenant,
-            priority=request.priority,
+            request.tenant,
+            request.priority,
+            begun=bool(request.generated),
+            ahead=min(RESERVED_OUTPUT_TOKENS, request.max_tokens - request.generated),
+            kv_holder=kv_holder,
+            begun_with=timeline.begun_with,
+            unsuited=request.unsuited,
+            cached=functools.partial(self._prefixes.cached, prompt),
+            holders=functools.partial(self._prefixes.holders, prompt),
+            alone=alone,
             is_job=request.is_job,
+        )
+        async with self._scheduler.placed(
+            waiting,
+            remaining,
             ttft_s=request.ttft_s,
             spent_s=timeline.elapsed(),
-            begun=bool(request.generated),
             follows=completion.follows and not request.generated,
-            begun_with=timeline.begun_with,
-            alone=alone,
-            unsuited=request.unsuited,
         ) as placement:
             before, began = request.generated, monotonic()
             timeline.placed(placement)
@@ -154,7 +158,7 @@ class CompletionRunner:
                         lost = "DECODE_LOST"
                         continue
                     over = completion.take(event)
-                    await self._scheduler.prefilled(placement)
+                    self._scheduler.prefilled(placement)
                     if not over:
                         await substream.read(completion.take, call)
                     break

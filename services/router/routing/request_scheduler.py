@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -21,15 +21,14 @@ from engine.core.step_time import WORTHWHILE
 from services.router.routing.constrained_queue import ConstrainedQueue, constraint
 from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue
 from services.router.routing.path_latency import PathLatencyTracker
-from services.router.routing.placement import Begun, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
 from services.router.routing.useful_wait import UsefulWait
-from services.router.routing.waiting_request import Holders, WaitingRequest
+from services.router.routing.waiting_request import WaitingRequest
 from services.router.routing.worker_pools import expected_wait
 from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
-from services.router.routing.worker_table import Cached, WorkerTable
+from services.router.routing.worker_table import WorkerTable
 from services.worker_liveness import Incarnation, WorkerLiveness
 from tandem.errors import Busy, NoWorker, ResumeFailed
-from tandem.settings import RESERVED_OUTPUT_TOKENS
 
 # A worker that failed a request gets no new ones for this time, unless it comes back as a new incarnation.
 SUSPECT_S = 5.0
@@ -62,54 +61,28 @@ class RequestScheduler:
     @asynccontextmanager
     async def placed(
         self,
-        tokens: int,
-        max_len: int,
+        waiting: WaitingRequest,
         remaining_s: float,
-        kv_holder: str = "",
-        cached: Cached = lambda record: 0,
-        holders: Holders = lambda role: (),
         *,
-        tenant: str = "",
-        priority: int = 0,
-        is_job: bool = False,
         ttft_s: float | None = None,
         spent_s: float = 0.0,
-        begun: bool = False,
         follows: bool = False,
-        begun_with: Begun | None = None,
-        alone: bool = False,
-        unsuited: Collection[Incarnation] = (),
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
-        block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
-        first token is useless `ttft_s` after the request's arrival, which was `spent_s` ago. No estimate refuses what
-        has `begun`, has another completion at `kv_holder`, or `follows` one that has begun (it waits `remaining_s`).
-        `begun_with`: see Begun. The prompt of a job, which asks again, arrives when placed. A suspected poison request
-        begins `alone`: on a decode worker, which computes its prompt. `unsuited` serve only if no other is ready.
+        block ends. `waiting` is new for each attempt. The first token is useless `ttft_s` after the request's arrival,
+        which was `spent_s` ago. No estimate refuses what has begun, has another completion at its `kv_holder`, or
+        `follows` one that has begun (it waits `remaining_s`).
 
         Raises Busy when the expected or the actual wait is too long; DeadlineExceeded at once when not even an idle
         cluster would be in time; NoWorker when no decode worker is ready; ResumeFailed when none gives its next tokens.
         """
         self._catch_up()
-        waiting = WaitingRequest(
-            tokens,
-            tenant,
-            priority,
-            begun,
-            ahead=min(RESERVED_OUTPUT_TOKENS, max_len - tokens),
-            kv_holder=self._workers.decodes.sharing(kv_holder),
-            begun_with=begun_with,
-            cached=cached,
-            holders=holders,
-            is_job=is_job,
-            alone=alone,
-            unsuited=unsuited,
-        )
+        estimated = not (waiting.begun or follows or waiting.kv_holder)
+        waiting.kv_holder = self._workers.decodes.sharing(waiting.kv_holder)
         if not self._queue:
             self._places.clear()
         self._queue.add(waiting)
         try:
-            estimated = not (begun or follows or kv_holder)
             useful_s = self._useful(waiting, remaining_s, ttft_s, spent_s) if estimated else math.inf
         except BaseException:
             self._queue.remove(waiting)  # it was never placed, so this makes no room for others
@@ -145,7 +118,7 @@ class RequestScheduler:
         if waiting := self._placed.get(id(placement)):
             waiting.admitted = True
 
-    async def prefilled(self, placement: Placement) -> None:
+    def prefilled(self, placement: Placement) -> None:
         """The first token has arrived: the prompt is no longer part of a backlog. Safe to call twice."""
         self._workers.first_token(placement)
         if waiting := self._placed.get(id(placement)):
@@ -158,7 +131,7 @@ class RequestScheduler:
             prefill = placement.prefill.worker_id if placement.prefill else ""
             self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
 
-    def rejected(self, placement: Placement, *, full: bool = True) -> None:
+    def rejected(self, placement: Placement, *, full: bool) -> None:
         """This was no attempt: the request will be placed again, and is counted only once. `full`: the decode worker
         gets no requests until its record changes, a request of this router ends there, or REJECTED_S have passed."""
         if full:
