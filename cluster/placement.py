@@ -20,14 +20,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.errors import SettingsError
+from tandem.rpc.addresses import LOOPBACK_HOSTS, WILDCARD_HOSTS
 from tandem.settings import Settings
 
 POOLS = frozenset({"prefill", "decode"})
 PLACED_BYTES = 1
 """Of memory, for a process without other needs. Ray places an actor that needs nothing on a random node, whatever its
 scheduling strategy says, unless that is a hard affinity (GetBestSchedulableNode in Ray 2.60)."""
-WILDCARDS = ("0.0.0.0", "::", "[::]")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +120,9 @@ def here(
     changes: dict[str, Any] = {}
     if settings.ray_address and (role != "router" or node.node_id != placement.home):
         changes = {"advertise_host": node.address}
-        if settings.host not in WILDCARDS:
+        if settings.host not in WILDCARD_HOSTS:
             changes["host"] = node.address
-    elif settings.ray_address and settings.host in WILDCARDS and settings.advertise_host is None:
+    elif settings.ray_address and settings.host in WILDCARD_HOSTS and settings.advertise_host is None:
         changes = {"advertise_host": node.address}
     if role in POOLS:
         if not gpus:
@@ -145,7 +144,7 @@ def workers_on(node: Node, nodes: Sequence[Node], placement: Placement) -> int:
 def check_registry(redis: str, home: Node, nodes: Sequence[Node]) -> bool:
     """Whether only the host of `home` can reach the registry. Raises SettingsError if there are other hosts."""
     url = urlsplit(redis)
-    local = url.scheme == "unix" or url.hostname in LOOPBACK
+    local = url.scheme == "unix" or url.hostname in LOOPBACK_HOSTS
     others = sorted({node.address for node in nodes} - {home.address})
     if local and others:
         which = "the embedded registry" if url.scheme == "unix" else f"a registry on {url.hostname}"

@@ -57,9 +57,7 @@ class _Slot:
 class AdapterSlots:
     """The slots of one worker, on its event loop. `timeout_s` is the longest wait of a request for a slot."""
 
-    def __init__(
-        self, engine_thread: EngineThread, timeout_s: float, runtime_adapters: RuntimeAdapters | None = None
-    ) -> None:
+    def __init__(self, engine_thread: EngineThread, timeout_s: float, runtime_adapters: RuntimeAdapters) -> None:
         self._engine_thread = engine_thread
         self._runtime_adapters = runtime_adapters
         self._timeout_s = timeout_s
@@ -84,17 +82,14 @@ class AdapterSlots:
         return f"has another adapter named {name} than the request means" if meant and found != meant else ""
 
     def _served(self) -> dict[str, Adapter]:
-        return {
-            **(self._runtime_adapters.served if self._runtime_adapters else {}),
-            **(self._lora.known if self._lora else {}),
-        }
+        return {**self._runtime_adapters.served, **(self._lora.known if self._lora else {})}
 
     def _find(self, name: str, meant: bytes) -> Adapter:
         """The adapter with the fingerprint `meant` if this worker has it, otherwise the current one with this name."""
         served = self._served()
         adapter = served.get(name)
-        if meant and self._runtime_adapters is not None and (adapter is None or adapter.fingerprint != meant):
-            adapter = self._runtime_adapters.find(name, meant) or adapter
+        if meant and (adapter is None or adapter.fingerprint != meant):
+            adapter = self._runtime_adapters.kept(name, meant) or adapter
         if adapter is None:
             raise NotFound(
                 f"there is no adapter {name!r:.140} on this worker", field="adapter", bound=", ".join(served) or "none"

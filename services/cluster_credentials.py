@@ -10,10 +10,10 @@ import grpc
 
 from tandem.errors import SettingsError, Unauthenticated
 from tandem.grpc_errors import Guard, Metadata
+from tandem.rpc.addresses import LOOPBACK_HOSTS
 from tandem.settings import Settings
 
 TOKEN_METADATA = "tandem-cluster"  # the metadata that holds the token
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLUSTER_NAME = "tandem-cluster"  # the name in the cluster's own certificates, whatever address is called
 
 
@@ -79,7 +79,7 @@ def guard(settings: Settings) -> Guard | None:
     """The guard of a worker's server. Raises SettingsError if the network could reach it without credentials."""
     if settings.cluster_token is not None:
         return ClusterGuard(settings.cluster_token.get_secret_value())
-    if settings.host not in LOOPBACK and settings.cluster_cert is None:
+    if settings.host not in LOOPBACK_HOSTS and settings.cluster_cert is None:
         raise SettingsError(
             f"a worker that listens on {settings.host} needs a cluster_token or a cluster_cert",
             field="cluster_token",

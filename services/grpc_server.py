@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from services.cluster_credentials import CLUSTER_NAME, TOKEN_METADATA
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
-from tandem.rpc.addresses import host_port
+from tandem.rpc.addresses import WILDCARD_HOSTS, host_port
 from tandem.tasks import once
 
 KEEPALIVE_MS = 800  # between pings
@@ -28,7 +28,6 @@ MAX_PENDING_CALLS = 50_000  # calls that wait for a handler; beyond its default 
 HANDSHAKE_MS = 20_000  # for TLS on a new connection, before keepalive begins; grpc's default is two minutes
 MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message from this side between; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
-WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 CHANNEL_CLOSE_GRACE_S = 24 * 3600.0  # for running calls of a channel that accepts no new ones
 
 CHANNEL_OPTIONS = (

@@ -72,11 +72,8 @@ class RuntimeAdapters(AdapterFollower):
         self._keep(adapter, PREPARED_S)
         return adapter
 
-    def find(self, name: str, fingerprint: bytes) -> Adapter | None:
-        """The adapter with this fingerprint; without a fingerprint the one in the registry's list."""
-        served = self.served.get(name)
-        if not fingerprint or (served is not None and served.fingerprint == fingerprint):
-            return served
+    def kept(self, name: str, fingerprint: bytes) -> Adapter | None:
+        """The adapter with this fingerprint, if it is not served but was lately."""
         kept = self._kept.get((name, fingerprint))
         return kept[0] if kept is not None and kept[1] > monotonic() else None
 
@@ -97,7 +94,7 @@ class RuntimeAdapters(AdapterFollower):
 
     async def _listed(self, name: str, path: str, fingerprint: bytes) -> Adapter | None:
         """None if this worker cannot serve the adapter; its requests go elsewhere."""
-        adapter = self.find(name, fingerprint)
+        adapter = self.kept(name, fingerprint)
         try:
             adapter = adapter or await self.prepare(name, path)
             if adapter.fingerprint != fingerprint:

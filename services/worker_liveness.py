@@ -89,9 +89,7 @@ class WorkerLiveness:
     def age(self, record: WorkerRecord) -> float:
         """Seconds since the worker was known to be alive: since its last heartbeat after a read of all records,
         otherwise at most since the last read in which it was present."""
-        now, presence = monotonic(), self._presences.get((record.worker_id, record.incarnation))
-        if presence is None:
-            return record.age()
+        now, presence = monotonic(), self._presences[record.worker_id, record.incarnation]
         exact = self._full_at == self._read_at or presence.absent_since is not None
         return max(0.0, now - (presence.alive_at if exact else max(presence.alive_at, self._read_at)))
 

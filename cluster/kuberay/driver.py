@@ -120,7 +120,7 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         if other != name:
             _replace(ray.get_actor(other, namespace=NAMESPACE))
     for former in _former(json.loads(os.environ.get(RELEASE_CLUSTERS, "[]"))):
-        with suppress(AttributeError, ValueError):  # an older version lacks the method; or it has ended meanwhile
+        with suppress(ValueError):  # it has ended meanwhile
             ray.get_actor(former, namespace=NAMESPACE).retire.remote()  # it answers after the end of its last worker
     options: Any = ray.remote(SupervisorActor).options(
         name=name,
@@ -151,7 +151,7 @@ def placement_of(settings: Settings, environment: Mapping[str, str]) -> Placemen
 
 def _replace(supervisor: Any) -> None:
     """Ends a supervisor without its workers. If it does not answer, the next one waits until the lease expires."""
-    with suppress(RayError, AttributeError):  # AttributeError: an older version lacks the method
+    with suppress(RayError):
         ray.get(supervisor.leave.remote(), timeout=LEAVE_S)
     ray.kill(supervisor)
 

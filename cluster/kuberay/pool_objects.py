@@ -46,14 +46,14 @@ class PoolObject:
     replicas: int
     agreed: int | None  # None: no driver has written one yet
     version: str
-    cluster: str = ""  # that agreed; empty: an older driver wrote the size
+    cluster: str  # that agreed
 
 
 def agree(found: PoolObject, wanted: int, least: int, follows: bool, cluster: str) -> int:
     """The size for both. The object's, if it has changed since both were equal, or another cluster agreed to it, and it
     is valid for a pool, and `follows` is true (Tandem's autoscaler does not size the pool); otherwise the
     registry's."""
-    changed = found.agreed is not None and (found.replicas != found.agreed or found.cluster not in ("", cluster))
+    changed = found.agreed is not None and (found.replicas != found.agreed or found.cluster != cluster)
     return found.replicas if changed and follows and least <= found.replicas <= MOST else wanted
 
 

@@ -159,8 +159,8 @@ for i = 4, #ARGV, 7 do
     end
   end
 end
-local left = redis.call('PTTL', KEYS[1])  -- below 0: a router of an older version created the batch
-for at = 2, 4 do if left > 0 then redis.call('PEXPIRE', KEYS[at], left) end end
+local left = redis.call('PTTL', KEYS[1])
+for at = 2, 4 do redis.call('PEXPIRE', KEYS[at], left) end
 return 'kept'
 """
 )

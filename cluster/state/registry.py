@@ -106,9 +106,6 @@ class WorkerRecord:
     )
     beat: float = 0.0  # unix seconds on the worker's clock
 
-    def age(self) -> float:
-        return max(0.0, time() - self.beat)
-
     def text(self) -> str:
         """JSON in the order of the fields, without the beat."""
         return json.dumps({name: value for name, value in asdict(self).items() if name != "beat"})

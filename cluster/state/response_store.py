@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from cluster.state.job_scripts import NOW
 from cluster.state.redis_store import RedisStore, no_such
 from tandem.errors import NotFound, TooLarge
 
@@ -23,9 +24,9 @@ MAX_CONNECTIONS = 8
 OWN_BYTES = 512  # that a response takes in addition to its content
 EXPIRED_PER_SCRIPT = 64  # expired responses whose entries one script removes
 
-PUT = """
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+PUT = (
+    NOW
+    + """
 local id, ttl, most, size, prefix = ARGV[1], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local total = tonumber(redis.call('HGET', KEYS[3], '') or '0')
 local function forget(old)
@@ -48,6 +49,7 @@ redis.call('PEXPIRE', KEYS[2], ttl)
 redis.call('PEXPIRE', KEYS[3], ttl)
 return 'kept'
 """
+)
 DELETE = """
 local known = redis.call('DEL', KEYS[1])
 local size = redis.call('HGET', KEYS[3], ARGV[1])

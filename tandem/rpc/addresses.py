@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
 
 def host_port(host: str, port: int) -> str:
     """`host` is a name or an address; an IPv6 one with or without brackets."""

@@ -96,7 +96,7 @@ class Ray:
         self.calls.append("kill")
 
 
-@pytest.mark.parametrize("error", [None, GetTimeoutError("no answer"), RayActorError(), AttributeError("leave")])
+@pytest.mark.parametrize("error", [None, GetTimeoutError("no answer"), RayActorError()])
 def test_a_supervisor_that_is_replaced_gives_its_lease_back_and_ends(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:

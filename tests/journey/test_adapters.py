@@ -244,7 +244,7 @@ async def test_waiting_for_a_slot_is_bounded(inside: Any, given: dict[str, str],
     """After `queue_timeout_s` on the worker the answer is RESOURCE_EXHAUSTED, with a reason and a retry delay."""
     async with inside(adapters=given, adapter_slots=1, prefill=0) as cluster:
         worker = cluster.workers["decode-0"]
-        books = AdapterSlots(worker.engine_thread, 0.05)
+        books = AdapterSlots(worker.engine_thread, 0.05, worker.runtime_adapters)
         async with books.held("red"):
             with pytest.raises(Busy, match="slot") as caught:
                 async with books.held("blue"):

@@ -33,7 +33,8 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> AdapterSlots:
     engine_thread: Any = SimpleNamespace(
         engine=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(known=known, slots=[0, 0])))
     )
-    return AdapterSlots(engine_thread, timeout_s)
+    runtime_adapters: Any = SimpleNamespace(served={})
+    return AdapterSlots(engine_thread, timeout_s, runtime_adapters)
 
 
 @asynccontextmanager

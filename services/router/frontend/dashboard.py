@@ -111,7 +111,6 @@ def snapshot(receipts: ReceiptLog, now: float, goals: Mapping[str, Goal]) -> dic
     return {
         "window": window,
         "goals": {model: goal._asdict() for model, goal in goals.items()},
-        "goal": next(iter(goals.values()))._asdict(),  # during an upgrade: a page of an older router reads it
         "ended": len(recent),
         "met": sum(met),
         "tokens": sum(receipt.completion_tokens for receipt in recent),

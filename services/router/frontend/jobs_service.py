@@ -125,7 +125,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                             await self._messages.keep(key.name, 1)
                             yield jobs_pb2.WatchJobResponse(event=take(events))
                     if ended is not None:
-                        await self._raise_end(job_id, request.job_id, ended)
+                        await raise_end(self._journal, job_id, request.job_id, ended)
                         return
                     self._check_stays()
                     if not entries:
@@ -137,12 +137,6 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         record = await self._journal.get(job_id)
         kept = jobs_pb2.KeptJob.FromString(record.request).request
         return started(kept, name, self._model_name(kept.model)), record.tokens, len(record.request)
-
-    async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
-        if ended is State.CANCELLED:
-            raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
-        if ended is State.FAILED and (error := (await self._journal.status(job_id)).error):
-            raise error
 
     @contextmanager
     def _watching(self, key: ApiKey) -> Iterator[None]:
@@ -275,6 +269,14 @@ def started(kept: generation_pb2.GenerateRequest, name: str, model: str) -> gene
         request_id=name, model=model, prompt_tokens=len(kept.token_ids.ids), choices=choices(kept)
     )
     return generation_pb2.GenerateResponse(started=about)
+
+
+async def raise_end(journal: JobJournal, job_id: str, name: str, ended: State | None) -> None:
+    """Raises Cancelled, or the error of a failed job."""
+    if ended is State.CANCELLED:
+        raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
+    if ended is State.FAILED and (error := (await journal.status(job_id)).error):
+        raise error
 
 
 def _stopping() -> Unavailable:

@@ -23,7 +23,7 @@ class ModelFacts:
 
 
 class ServedModel:
-    def __init__(self, view: WorkerLiveness, adapters: Iterable[str], loaded: AdapterFollower | None = None) -> None:
+    def __init__(self, view: WorkerLiveness, adapters: Iterable[str], loaded: AdapterFollower) -> None:
         """`adapters` are those of the settings, `loaded` those that were loaded while the cluster runs."""
         self._view = view
         self._of_settings = dict.fromkeys(adapters, b"")
@@ -37,7 +37,7 @@ class ServedModel:
     def adapters(self) -> Mapping[str, bytes]:
         """The adapters that a request may name, with their fingerprints; the router does not know those of adapters
         from the settings."""
-        if self._loaded is not None and self._loaded.list is not self._listed:
+        if self._loaded.list is not self._listed:
             self._listed = self._loaded.list
             loaded = {name: adapter.digest for name, adapter in self._listed.adapters.items()}
             self._adapters = {**loaded, **self._of_settings}

@@ -18,12 +18,12 @@ from cluster.state.job_journal import JobState as State
 from services.router.frontend.batches import batch_lines
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.http_endpoint import Parse, Prepared
-from services.router.frontend.jobs_service import IDLE_CHECK_S, JobService, started
+from services.router.frontend.jobs_service import IDLE_CHECK_S, JobService, raise_end, started
 from services.router.frontend.openai import openai_errors
 from services.router.preprocess.offload import Offload
 from services.router.preprocess.validation import MAX_PRIORITY
 from services.router.tenancy.rate_limits import RateLimits
-from tandem.errors import Busy, Cancelled, InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
+from tandem.errors import Busy, InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.grpc_errors import known_errors
 from tandem.v1 import generation_pb2, jobs_pb2
 
@@ -152,13 +152,7 @@ class LineRunner:
                         break
                     if not entries:
                         await self._journal.status(job_id)  # it may have been forgotten
-            await self._raise_failure(job_id, end)
-
-    async def _raise_failure(self, job_id: str, end: State | None) -> None:
-        if end is State.CANCELLED:
-            raise Cancelled("the job of this line was cancelled", reason="JOB_CANCELLED")
-        if end is State.FAILED and (error := (await self._journal.status(job_id)).error):
-            raise error
+            await raise_end(self._journal, job_id, message.request_id, end)
 
     @staticmethod
     def _result(record: BatchRecord, line: Line, name: str, status: int, body: bytes, usage: _Usage) -> LineResult:

@@ -106,7 +106,7 @@ function show(name, data) {
   if (name === "receipts") return showReceipts(data);
   if (name === "failures") return showFailures(data);
   if (name === "history") return take(data, at("history"), at("history-about"));
-  state = { ...data, goals: data.goals ?? { [data.model]: data.goal } }; // during an upgrade: an older router has one
+  state = data;
   at("main").hidden = false;
   at("forget").hidden = !key;
   live("live", `live from ${data.router}`);
