@@ -34,6 +34,10 @@ class CudaKernel(Protocol):
     def name(self) -> str: ...
 
     @property
+    def split_keys(self) -> int:
+        """Keys of a sequence that are summed at a time; the sums of several parts are merged."""
+
+    @property
     def absorbed(self) -> Any:
         """What a product makes of latents, if the model has pages of them: engine.attention.mla.Expanded, or None."""
 
@@ -57,12 +61,15 @@ class CudaKernel(Protocol):
         """Tensors of a step by their key in its `plans`: what a recording takes besides a step's own."""
 
 
+Terms = dict[int, tuple[int, float]]  # of an adapter in a slot: number of a layer -> rank, scale
+
+
 class Rows(NamedTuple):
     """One step's rows by LoRA slot. `groups` is for plain PyTorch; a recording has only the tensors."""
 
     # rows [total], starts [slots + 1], pool, ranks, scales: the arguments of tandem::lora_
     tensors: tuple[torch.Tensor, ...]
-    groups: tuple[tuple[int, torch.Tensor], ...] = ()  # (slot, its rows)
+    groups: tuple[tuple[int, Terms, torch.Tensor], ...] = ()  # (slot, its terms, its rows)
 
 
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -81,7 +88,7 @@ def done_behind(device: torch.device) -> Callable[[], object]:
     if device.type != "cuda":
         return lambda: None
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
+    done.record(torch.cuda.current_stream(device))
     return done.synchronize  # type: ignore[no-any-return]
 
 

@@ -31,6 +31,8 @@ def sample(logits: torch.Tensor, sampling: Sequence[Sampling], uniform: Sequence
     from engine.gpu.sampling_kernel import choose_tokens  # torch for CUDA brings Triton, the one for CPU does not
 
     rows, vocab = logits.shape
+    if not rows:  # a round of drafts in which no sequence is ready
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     table = [
         (how.temperature, float(how.top_k), how.top_p, how.min_p, number)

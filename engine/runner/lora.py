@@ -22,11 +22,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from engine.attention.forward_context import BASE, Batch, Rows, current_step
+from engine.attention.forward_context import BASE, Batch, Rows, Terms, current_step, on_device
 from engine.core.sequence import LoraSlot
 from engine.kernels import replacement
 from engine.parallel.weight_cut import Part
@@ -94,10 +95,10 @@ class Lora:
         self.slots: list[Adapter | None] = [None] * slots
         self.places = places
         last = [place.b + padded(place.height, WIDE) * place.rank for place in self.places.values()]
-        options: dict[str, Any] = {"device": device}
-        self.pool = torch.zeros(slots, max(last), dtype=dtype, **options)
-        self.ranks = torch.zeros(slots, len(self.places), dtype=torch.int32, **options)
-        self.scales = torch.zeros(slots, len(self.places), dtype=torch.float32, **options)
+        self.pool = torch.zeros(slots, max(last), dtype=dtype, device=device)
+        self.ranks = torch.zeros(slots, len(self.places), dtype=torch.int32, device=device)
+        self.scales = torch.zeros(slots, len(self.places), dtype=torch.float32, device=device)
+        self.terms: list[Terms] = [{} for _ in range(slots)]  # the same for the host, which need not ask the device
         for name, place in self.places.items():
             module.get_submodule(name).__dict__[_PLACE] = place
 
@@ -113,6 +114,7 @@ class Lora:
     def empty(self, slot: int) -> None:
         self.slots[slot] = None
         self.ranks[slot] = 0
+        self.terms[slot].clear()
 
     def _put(self, slot: int, place: Place, layer: LowRank) -> None:
         a = torch.zeros(padded(layer.rank, NARROW), place.width)
@@ -126,11 +128,12 @@ class Lora:
             self.pool[slot, start : start + panels.numel()] = panels.reshape(-1).to(self.pool)
         self.ranks[slot, place.number] = layer.rank
         self.scales[slot, place.number] = layer.scale
+        self.terms[slot][place.number] = layer.rank, layer.scale
 
     def clear(self) -> None:
-        self.slots = [None] * len(self.slots)
+        for slot in range(len(self.slots)):
+            self.empty(slot)
         self.pool.zero_()
-        self.ranks.zero_()
         self.scales.zero_()
 
     # ---- a step
@@ -140,17 +143,16 @@ class Lora:
         count = len(self.slots)
         slots = batch.adapters or [BASE] * len(batch.query_lens)
         assert all(slot == BASE or 0 <= slot < count for slot in slots), f"slots {slots} of {count}"
-        last = torch.tensor([count if slot == BASE else slot for slot in slots])
-        by_row = last.repeat_interleave(torch.tensor(batch.query_lens))
-        ordered, rows = by_row.sort(stable=True)
-        bounds = torch.searchsorted(ordered, torch.arange(count + 1))
-        device = self.pool.device
+        by_row = np.repeat([count if slot == BASE else slot for slot in slots], batch.query_lens)
+        order = by_row.argsort(kind="stable")
+        bounds = np.searchsorted(by_row[order], np.arange(count + 1))
+        rows, starts = (on_device(each, torch.int64, self.pool.device) for each in (order, bounds))
         groups = tuple(
-            (slot, rows[begin:end].to(device))
+            (slot, self.terms[slot], rows[begin:end])
             for slot, (begin, end) in enumerate(pairwise(bounds.tolist()))
             if begin < end
         )
-        return Rows((rows.to(device), bounds.to(device), self.pool, self.ranks, self.scales), groups)
+        return Rows((rows, starts, self.pool, self.ranks, self.scales), groups)
 
     def slot_of(self, adapter: LoraSlot | None) -> int:
         """For Batch.adapters. AssertionError if another adapter lies in the slot: a wrong answer is worse than none."""
@@ -213,12 +215,12 @@ def compiled(y: torch.Tensor, x: torch.Tensor, rows: Rows, place: Place) -> torc
 
 
 def plain(y: torch.Tensor, x: torch.Tensor, rows: Rows, place: Place) -> torch.Tensor:
-    order, _, pool, ranks, scales = rows.tensors
+    order, _, pool, _, _ = rows.tensors
     flat_x, flat_y = x.reshape(-1, place.width), y.view(-1, place.height)
     assert len(flat_x) == len(flat_y) == len(order), f"{len(flat_x)} rows of {len(order)} packed tokens"
-    for slot, own in rows.groups:
-        if rank := int(ranks[slot, place.number]):
-            flat_y[own] += _product(flat_x[own], pool[slot], rank, float(scales[slot, place.number]), place)
+    for slot, terms, own in rows.groups:
+        if place.number in terms:
+            flat_y[own] += _product(flat_x[own], pool[slot], *terms[place.number], place)
     return y
 
 
@@ -232,10 +234,8 @@ def _product(x: torch.Tensor, words: torch.Tensor, rank: int, scale: float, plac
 
 
 def _beside(_module: Any, args: tuple[Any, ...], y: torch.Tensor, *, lora: Lora, slot: int, place: Place) -> Any:
-    rank = int(lora.ranks[slot, place.number])
-    if rank == 0:
-        return y
-    return y + _product(args[0], lora.pool[slot], rank, float(lora.scales[slot, place.number]), place)
+    term = lora.terms[slot].get(place.number)
+    return y if term is None else y + _product(args[0], lora.pool[slot], *term, place)
 
 
 def sent(adapter: Adapter) -> tuple[dict[str, Any], bytes]:

@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine import run_ahead
 from engine.attention import forward_context, mla
-from engine.attention.forward_context import Batch, Step
+from engine.attention.forward_context import BASE, Batch, Step
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding import new_tokens, sampler
@@ -38,7 +38,10 @@ from engine.kernels import modules
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_converter import KvConverter
 from engine.loading import gptq_awq_fp8
+from engine.loading.lora_attachment import Wanted, attach
 from engine.loading.model_loader import load_model
+from engine.runner import lora as lora_module
+from engine.runner.lora import Adapter, LowRank
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
 from tandem.sampling import Sampling
@@ -124,7 +127,14 @@ def pretend(family: str, facts: Any, kv_dtype: KvDtype = "auto") -> ModelRunner:
     runner = ModelRunner(
         module,
         facts,
-        RunnerConfig(max_model_len=LONGEST, fingerprint="", dtype=torch.bfloat16, device=GPU, block_size=BLOCK_SIZE),
+        RunnerConfig(
+            max_model_len=LONGEST,
+            fingerprint="",
+            dtype=torch.bfloat16,
+            device=GPU,
+            block_size=BLOCK_SIZE,
+            kv_dtype=kv_dtype,
+        ),
     )
     runner.cuda_kernel = TritonAttention(LONGEST, EXPANDED)
     for each in module.modules():  # as `layers.adopt`, whose trial needs numbers
@@ -207,9 +217,32 @@ def test_quantised_pages_are_written_and_read_without_a_wait(
             facts = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU).facts
         runner = pretend(name, facts, "int8")
         pages = runner.allocate(BLOCKS * 4)
+        assert pages.k[0].dtype == torch.int8
         with Waits() as waits:
             runner.forward(pages, batch_of(STEPS["both"]))
         assert not waits.seen, name
+
+
+def test_adapters_are_added_without_a_wait(checkpoint: Callable[[str], Path], pretended: dict[str, Launch]) -> None:
+    """Which rows have which adapter, of which rank, the host knows."""
+    with unset_fake_temporarily():
+        facts = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU).facts
+    runner = pretend("llama", facts)
+    lora = attach(runner, Wanted({}, slots=2, later_rank=8))
+    terms = {
+        name: LowRank(torch.ones(8, place.width), torch.ones(place.height, 8), 2.0)
+        for name, place in lora.places.items()
+    }
+    lora.put(1, Adapter("red", Path(), b"red", terms))
+    batch = batch_of(STEPS["both"])
+    batch.adapters = [1, BASE, 1, BASE, BASE]
+    added: list[int] = []
+    product = lora_module._product
+    with Waits() as waits, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_module, "_product", lambda x, *more: (added.append(len(x)), product(x, *more))[1])
+        runner.forward(runner.allocate(BLOCKS * 4), batch)
+    assert not waits.seen
+    assert added == [8] * len(terms)
 
 
 def test_columns_in_another_order_are_multiplied_on_the_device(

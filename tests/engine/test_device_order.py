@@ -84,18 +84,19 @@ def test_a_step_whose_device_fails_publishes_nothing(model: ModelRunner, monkeyp
 
 
 def test_the_host_waits_for_an_event_of_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded behind the step, then waited for; on CPU nothing is asked of CUDA."""
+    """Of the device that was asked for, behind the step, and then waited for; on CPU nothing is asked of CUDA."""
     asked: list[str] = []
 
     class Event:
-        def record(self) -> None:
-            asked.append("record")
+        def record(self, stream: str) -> None:
+            asked.append(f"record on {stream}")
 
         def synchronize(self) -> None:
             asked.append("synchronize")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     device_done(torch.device("cpu"))
     assert asked == []
-    device_done(torch.device("cuda", 0))
-    assert asked == ["record", "synchronize"]
+    device_done(torch.device("cuda", 1))
+    assert asked == ["record on the stream of cuda:1", "synchronize"]

@@ -105,6 +105,13 @@ def test_each_filter_keeps_the_tokens_that_it_should_and_no_more() -> None:
     assert gpu.sample(logits, how, [math.nextafter(1.0, 0.0)] * 3).tolist() == [4, 3, 2]
 
 
+def test_no_rows_have_no_tokens() -> None:
+    """As by plain PyTorch: a draft model samples whatever sequences are ready, and none may be."""
+    logits = torch.empty(0, 40)
+    for found in (gpu.sample(logits, [], []), _sample(logits.clone(), [], [])):
+        assert (found.shape, found.dtype) == ((0,), torch.int64)
+
+
 def test_a_large_batch_shares_the_memory_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts, one after another, with the same tokens."""
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))

@@ -82,6 +82,23 @@ def test_a_kernel_that_is_wrong_serves_nothing(wrong: Any, window: int, on_cpu: 
     assert line.startswith("reference, because stand-in differs from it by")
 
 
+@pytest.mark.parametrize("reach", [FullAttentionSpec(), SlidingWindowSpec(8)], ids=str)
+def test_a_kernel_that_merges_parts_wrongly_serves_nothing(reach: Reach, on_cpu: Callable[..., Kernel]) -> None:
+    """The longer the sequences of a model may be, the longer are the parts of which a kernel merges the sums; the trial
+    has a sequence of more than one. The control is a trial of one part, which notices nothing."""
+
+    def wrong_beyond(*given: torch.Tensor, **named: Any) -> torch.Tensor:
+        found = checked(*given, **named)
+        return found + 1.0 if int(named["seqused_k"].max()) > 1000 else found
+
+    kernel = on_cpu(wrong_beyond)
+    assert choose(replace(PLAIN, reach=reach)) == (kernel, "cuda (stand-in)")
+    kernel.split_keys = 1000
+    chosen, line = choose(replace(PLAIN, reach=reach))
+    assert chosen is None
+    assert "stand-in differs from it" in line
+
+
 def test_a_kernel_that_fails_serves_nothing(on_cpu: Callable[..., Kernel]) -> None:
     """A compiler that does not know the device says so in an exception: the reference serves, the load goes on."""
 

@@ -177,7 +177,8 @@ def shifted(rows: Any) -> Any:
     def of(self: lora.Lora, batch: Batch) -> Rows:
         right: Rows = rows(self, batch)
         order = (right.tensors[0] + 1) % len(right.tensors[0])
-        return Rows((order, *right.tensors[1:]), tuple((slot, (own + 1) % len(order)) for slot, own in right.groups))
+        groups = tuple((slot, terms, (own + 1) % len(order)) for slot, terms, own in right.groups)
+        return Rows((order, *right.tensors[1:]), groups)
 
     return of
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from kvtransfer.backends.nccl import group as groups
+from kvtransfer.backends.nccl import link as links_module
 from kvtransfer.backends.nccl import transport as nccl
 from kvtransfer.backends.nccl.link import Batch, PairLink, SourceLink
 from kvtransfer.factory import make_transport
@@ -333,6 +335,35 @@ async def test_a_source_that_never_makes_its_half_fails_the_connect_in_time(
     await pair.connect()
     await pair.read()
     assert pair.arrived()
+
+
+async def test_what_a_late_message_may_reach_is_kept_until_the_group_is_aborted(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was freed earlier would get another use while NCCL still writes into it."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    staging, abort = links_module.Pages.staging, groups.abort
+
+    def remembered(pages: links_module.Pages) -> torch.Tensor:
+        tensor = staging(pages)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def counted(group: Any, device: torch.device) -> None:
+        alive.append(sum(one() is not None for one in made))
+        abort(group, device)
+
+    monkeypatch.setattr(links_module.Pages, "staging", remembered)
+    monkeypatch.setattr(groups, "abort", counted)
+    await pair.connect()
+    gate.shut()
+    with pytest.raises(TransferFailed):
+        await pair.read(stall=0.3)
+    assert await becomes_true(lambda: bool(alive))
+    assert alive[0] == len(made) > 0
+    assert await becomes_true(lambda: sum(one() is not None for one in made) < alive[0])
+    gate.open()
 
 
 async def test_all_reads_of_a_link_that_fails_end_and_the_next_makes_another(pair: Pair, gate: Gate) -> None:

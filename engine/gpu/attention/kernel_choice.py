@@ -20,7 +20,7 @@ from engine.kv.kv_quantization import quantise
 
 NAME = "cuda"
 GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02, a key too many or too few is above 0.1
-LONGEST = 700  # context of the trial without a window: several tiles of keys
+LONGEST = 700  # context of the trial without a window, at least: several tiles of keys
 NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
 
 
@@ -74,7 +74,7 @@ def differs(
         width, weight, expand, problem = _expansion(kernel, fact, dtype, generator)
         if problem is not None:
             return problem
-        for batch, blocks in _batches(fact, block_size):
+        for batch, blocks in _batches(fact, block_size, kernel.split_keys):
             pages, exact = random_pages(fact, blocks, (dtype, kept), block_size, generator, batch)
             shape = (len(batch.token_ids), fact.heads, width)
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
@@ -150,9 +150,11 @@ def _plant(values: torch.Tensor, batch: Batch, window: int) -> None:
             values[table[position // size], position % size] *= NEEDLE
 
 
-def _batches(fact: CallFacts, block_size: int) -> list[tuple[Batch, int]]:
-    """A mixed batch and one of single tokens, over scattered blocks, each with the number of blocks that it needs."""
-    longest = fact.reach.window + 70 if isinstance(fact.reach, SlidingWindowSpec) else LONGEST
+def _batches(fact: CallFacts, block_size: int, split_keys: int) -> list[tuple[Batch, int]]:
+    """A mixed batch and one of single tokens, over scattered blocks, each with the number of blocks that it needs. The
+    longest sequence has more than one part of `split_keys`, so that parts are merged, too."""
+    windowed = isinstance(fact.reach, SlidingWindowSpec)
+    longest = max(fact.reach.window + 70 if windowed else LONGEST, split_keys + 70)
     shapes = [  # (done, new) of each sequence
         [(0, 37), (longest - 5, 5), (longest - 1, 1), (20, 1), (0, 1)],
         [(longest - 1, 1), (0, 1), (300, 1)],

@@ -331,7 +331,7 @@ def attend(
             weights = scaled(weights, w_scales, block, slot, used, ws_block, ws_slot)
         own_values = own_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
     if PARALLEL:
-        place, of_part = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
+        place, of_part = tl.cast(part, tl.int64) * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
         tl.store(tops + of_part, own_top, mask=here)
         tl.store(sums + of_part, own_total, mask=here)
     else:
@@ -375,7 +375,7 @@ def merge(
     top, total, row = nothing(1, V_PAD)
     for part in range(low // SPLIT, tl.cdiv(context, SPLIT)):
         kept = part * t_part + tile * t_tile + head + one
-        place = part * p_part + tile.to(tl.int64) * p_tile + head * p_head
+        place = tl.cast(part, tl.int64) * p_part + tl.cast(tile, tl.int64) * p_tile + head * p_head
         found = tl.load(values + place + one[:, None] + v_at[None, :], mask=there, other=0.0)
         top, total, row = merged(top, total, row, tl.load(tops + kept), tl.load(sums + kept), found)
     row = whole(top, total, row, sinks, head + one, one == 0, SINKS)

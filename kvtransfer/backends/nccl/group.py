@@ -98,8 +98,7 @@ def check_host(device: torch.device, host: str) -> None:
 def open_group(store: PairStore, rank: int, device: torch.device, host: str, timeout: float) -> Any:
     """Both sides call it at the same time. Raises RuntimeError and TimeoutError within `timeout` seconds."""
     if backend_of(device) == "nccl":
-        for name, value in NCCL_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(NCCL_ENVIRONMENT)  # whatever the user has set: the process would not survive a late peer
         torch.cuda.set_device(device)  # of this thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)

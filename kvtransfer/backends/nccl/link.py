@@ -139,6 +139,8 @@ class PairLink(ABC):
         self._open: set[Batch] = set()  # submitted, and not ended
         self._touching = threading.Lock()  # held while the region is read or written
         self._staging: list[torch.Tensor] = []  # unused
+        # Kept until the group is aborted: memory that is free earlier may get another use while NCCL writes into it.
+        self._flying: deque[tuple[Batch, torch.Tensor, Any, float]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kv link {name}", daemon=True)
 
     # ---- any thread
@@ -207,6 +209,7 @@ class PairLink(ABC):
                 with contextlib.suppress(RuntimeError):
                     groups.abort(group, self._pages.device)
             self._staging.clear()
+            self._flying.clear()
 
     def _greet(self, group: Any) -> None:
         """Each side sends its half of the secret over the new connection. Raises TransferFailed if the other half is
@@ -224,7 +227,7 @@ class PairLink(ABC):
             raise TransferFailed(f"the link {self.name}: somebody else answers on the connection")
 
     def _move(self, group: Any) -> None:
-        flying: deque[tuple[Batch, torch.Tensor, Any, float]] = deque()
+        flying = self._flying
         while True:
             if len(flying) < IN_FLIGHT:
                 try:
@@ -240,10 +243,11 @@ class PairLink(ABC):
                     else:
                         flying.append((batch, staging, work, time.monotonic() + batch.stall))
                     continue
-            batch, staging, work, until = flying.popleft()
+            batch, staging, work, until = flying[0]
             groups.wait(work, self._pages.device, until - time.monotonic())
             self._finish(batch, staging[: len(batch.remote)])
             self._staging.append(staging)
+            flying.popleft()
 
     @abstractmethod
     def _begin(self, batch: Batch, staging: torch.Tensor, group: Any) -> Any | None:
