@@ -153,8 +153,8 @@ def _plant(values: torch.Tensor, batch: Batch, window: int) -> None:
 def _batches(fact: CallFacts, block_size: int, split_keys: int) -> list[tuple[Batch, int]]:
     """A mixed batch and one of single tokens, over scattered blocks, each with the number of blocks that it needs. The
     longest sequence has more than one part of `split_keys`, so that parts are merged, too."""
-    windowed = isinstance(fact.reach, SlidingWindowSpec)
-    longest = max(fact.reach.window + 70 if windowed else LONGEST, split_keys + 70)
+    several = fact.reach.window + 70 if isinstance(fact.reach, SlidingWindowSpec) else LONGEST
+    longest = max(several, split_keys + 70)
     shapes = [  # (done, new) of each sequence
         [(0, 37), (longest - 5, 5), (longest - 1, 1), (20, 1), (0, 1)],
         [(longest - 1, 1), (0, 1), (300, 1)],
