@@ -30,7 +30,7 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     """The same model, served by `ranks` ranks with products in the format `weights`. Raises CheckpointRefused with the
     reason if it cannot be cut for them."""
     from engine.loading.module_loader import read_config  # imports transformers and torch: only if it is asked for
-    from engine.parallel.tp_plan import CUT, check_plan
+    from engine.parallel.tp_plan import CUT, GATHERED, check_plan
 
     config = read_config(folder)
     check_plan(config, ranks)
@@ -44,15 +44,17 @@ def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) 
     def kv_heads(module: str) -> int:
         return of_module(module, shapes, about)[0]
 
-    own = {name: _part(name, size, _cut_of(name, plan, CUT), ranks, kv_heads) for name, size in shapes.items()}
+    cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
+    if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
+        raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
+    own = {
+        name: _part(name, size, _cut_of(name, plan, CUT), ranks, kv_heads, GATHERED) for name, size in shapes.items()
+    }
     if weights == "int4":
         _check_groups({name: (size[1], own[name][1]) for name, size in product_shapes(shapes).items()}, ranks)
     if codings is not None:
         codings = {name: coding for name, coding in codings.items() if MARK not in name}  # experts are dense in ranks
         codings = _of_part(codings, shapes, own, scheme_of(asked))
-    cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
-    if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
-        raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
     calls = tuple((max(1, heads // ranks) if cut else heads, k_dim, v_dim) for heads, k_dim, v_dim in shape.calls)
     rank = replace(shape, calls=calls, **sizes(own, codings, ready=shape.ready, with_experts=False))
     return replace(shape, ranks=ranks, rank=rank)
@@ -109,9 +111,15 @@ def _module(name: str) -> str:
 
 
 def _part(
-    name: str, size: tuple[int, ...], style: str | None, ranks: int, kv_heads: Callable[[str], int]
+    name: str,
+    size: tuple[int, ...],
+    style: str | None,
+    ranks: int,
+    kv_heads: Callable[[str], int],
+    gathered: frozenset[str],
 ) -> tuple[int, ...]:
-    """What a rank has of a tensor of the files. `kv_heads`: of an attention module; layers may differ."""
+    """What a rank has of a tensor of the files. `kv_heads`: of an attention module; layers may differ. `gathered`: the
+    styles by which what cannot be shared stays whole. Raises CheckpointRefused, as the engine does."""
     if _by_tokens(name):
         return (size[0] if size[0] % ranks else size[0] // ranks, *size[1:])
     if style is None or (name.endswith(".bias") and style.startswith("rowwise")):
@@ -119,6 +127,11 @@ def _part(
     if _module(name).endswith(KV) and style == "colwise":
         ranks = min(ranks, kv_heads(name.rpartition(".")[0].rpartition(".")[0]))
     at = len(size) - (1 if "rowwise" in style or len(size) == 1 else 2)
+    each = size[at] // 2 if style.startswith("packed_") else size[at]  # of two weights in one
+    if each % ranks:
+        if style in gathered:
+            return size  # whole on every rank
+        raise CheckpointRefused(f"{_module(name)} has {each} rows or columns, which {ranks} ranks cannot share")
     return (*size[:at], size[at] // ranks, *size[at + 1 :])
 
 

@@ -558,12 +558,14 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(tiny: Path, monkeypatch: py
         ("tiny-opt", {}, 2, "no plan to cut opt"),
         ("tiny-llama", {}, 3, "4 attention heads cannot be shared by 3 ranks"),
         ("tiny-llama", {"hidden_size": 96, "num_attention_heads": 6}, 3, "2 KV heads"),
+        ("tiny-llama", {"intermediate_size": 65}, 2, "mlp.* has 65 rows or columns, which 2 ranks cannot share"),
+        ("tiny-deepseek-v32", {}, 2, "layers of type indexed_attention"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(
     shape: str, changes: dict[str, Any], ranks: int, why: str, tmp_path: Path
 ) -> None:
-    """With the reason, by a worker and by the planner; by its config before a process is started or a weight read."""
+    """With the reason, by a worker and by the planner."""
     make_checkpoint(tmp_path, shape, dtype="float32", **changes)
     with pytest.raises(CheckpointRefused, match=why):
         of_ranks(read_shape(tmp_path), tmp_path, ranks)
