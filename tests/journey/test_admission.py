@@ -306,8 +306,7 @@ async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any,
     async with inside(max_num_seqs=4, kv_blocks=1024, measured=True) as cluster:
         await cluster.client.generate(prompts[0], max_tokens=1)
         rate = next(iter(cluster.router.models.first.pools.view.of_role("prefill"))).prompt_rate
-        # Of 39 prompts some are served and some refused, though the rate may change sixfold beside other tests. One
-        # that alone takes longer than its objective is refused without a retry time.
+        # Of 39 prompts some are served and some refused, though the rate may change sixfold beside other tests.
         objective = 6 * 600 / rate
         refused: list[tuple[float, Busy]] = []
         done: dict[int, list[int]] = {}
@@ -325,7 +324,10 @@ async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any,
         await asyncio.gather(*map(ask, range(1, 40)))
         assert refused
         assert done
-        assert all(error.reason in ("OVERLOADED", "QUEUE_TIMEOUT") and error.retry_after for _, error in refused)
+        assert {error.reason for _, error in refused} <= {"OVERLOADED", "QUEUE_TIMEOUT"}
+        # Not all: while the rate is very low, a prompt that would take longer than its objective without others is
+        # told not to come again.
+        assert any(error.retry_after for _, error in refused)
         for number, tokens in done.items():
             assert tokens == oracle.greedy(tiny, prompts[number], 4)
         await cluster.freed()

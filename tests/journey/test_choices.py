@@ -9,6 +9,7 @@ import pytest
 
 from services.router.execution.completion import Completion
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.routing.waiting_request import WaitingRequest
 from tandem.errors import Busy, DeadlineExceeded, TandemError
 from tests.support import oracle
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
@@ -48,9 +49,9 @@ async def test_only_the_first_answer_comes_before_those_who_wait(
     asked = []
     placed = RequestScheduler.placed
 
-    def seen(placer: RequestScheduler, *given: Any, **about: Any) -> Any:
-        asked.append((about["begun"], bool(given[3])))  # `kv_holder`
-        return placed(placer, *given, **about)
+    def seen(scheduler: RequestScheduler, waiting: WaitingRequest, *given: Any, **about: Any) -> Any:
+        asked.append((waiting.begun, bool(waiting.kv_holder)))
+        return placed(scheduler, waiting, *given, **about)
 
     monkeypatch.setattr(RequestScheduler, "placed", seen)
     async with inside() as cluster:

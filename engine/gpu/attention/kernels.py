@@ -331,8 +331,7 @@ def attend(
             weights = scaled(weights, w_scales, block, slot, used, ws_block, ws_slot)
         own_values = own_values * before[:, None] + product(weights.to(q.dtype), widened(taken, FP8), EXACT)
     if PARALLEL:
-        place = tl.cast(part, tl.int64) * o_part + tile.to(tl.int64) * o_token
-        of_part = part * t_part + tile * t_tile + head
+        place, of_part = part.to(tl.int64) * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
         tl.store(tops + of_part, own_top, mask=here)
         tl.store(sums + of_part, own_total, mask=here)
     else:
