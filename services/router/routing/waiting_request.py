@@ -15,15 +15,15 @@ Holders = Callable[[str], Sequence[str]]  # role -> ids of workers that have cac
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest(Waiting):
-    ahead: int = 0
-    kv_holder: str = ""
+    ahead: int = 0  # tokens of output for which room is reserved
+    kv_holder: str = ""  # the decode worker of another completion of the same prompt
     begun_with: Begun | None = None
     unsuited: Collection[tuple[str, str]] = ()  # incarnations that cannot serve this request, but others
-    cached: Cached = lambda record: 0
-    holders: Holders = lambda role: ()
+    cached: Cached = lambda record: 0  # leading tokens that a worker has
+    holders: Holders = lambda role: ()  # the workers to consider first
     placement: Placement | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
-    alone: bool = False
+    alone: bool = False  # suspected of ending workers: it begins on a decode worker, which computes its prompt
     is_job: bool = False  # it asks again where it is refused, so its prompt arrives when it is placed
     computed: int = 0  # prompt tokens that were expected to be computed
     admitted: bool = False  # by its decode worker
