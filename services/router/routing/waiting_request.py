@@ -19,7 +19,8 @@ class WaitingRequest(Waiting):
     kv_holder: str = ""  # the decode worker of another completion of the same prompt
     begun_with: Begun | None = None
     unsuited: Collection[tuple[str, str]] = ()  # incarnations that cannot serve this request, but others
-    cached: Cached = lambda record: 0  # leading tokens that a worker has
+    # Leading tokens that a worker has.
+    cached: Cached = lambda record: 0
     holders: Holders = lambda role: ()  # the workers to consider first
     placement: Placement | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
