@@ -159,8 +159,8 @@ for i = 4, #ARGV, 7 do
     end
   end
 end
-local left = redis.call('PTTL', KEYS[1])
-for at = 2, 4 do redis.call('PEXPIRE', KEYS[at], left) end
+local left = redis.call('PTTL', KEYS[1])  -- -1 if somebody took its expiry away: with that, PEXPIRE would delete
+for at = 2, 4 do if left > 0 then redis.call('PEXPIRE', KEYS[at], left) end end
 return 'kept'
 """
 )

@@ -61,7 +61,8 @@ if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' en
 redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
 redis.call('HINCRBY', KEYS[1], 'bytes', #ARGV[4])
-redis.call('PEXPIRE', KEYS[2], redis.call('PTTL', KEYS[1]))
+local left = redis.call('PTTL', KEYS[1])  -- -1 if somebody took its expiry away: with that, PEXPIRE would delete
+if left > 0 then redis.call('PEXPIRE', KEYS[2], left) end
 return 'kept'
 """
 )
