@@ -32,7 +32,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from cluster.kuberay.pool_objects import PREFIX, Api, PoolObjects
+from cluster.kuberay.kubernetes_api import KubernetesApi
+from cluster.kuberay.pool_objects import PREFIX, PoolObjects
 from cluster.placement import Placement
 from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
 from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
@@ -166,7 +167,7 @@ def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None
 
     async def run() -> None:
         registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        await PoolObjects(Api(), registry, prefix, follows=settings.autoscale == "off").run()
+        await PoolObjects(KubernetesApi(), registry, prefix, follows=settings.autoscale == "off").run()
 
     def thread() -> None:
         try:

@@ -13,18 +13,12 @@ cluster, and the pool keeps the object's.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import ssl
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
 
+from cluster.kuberay.kubernetes_api import KubernetesApi
 from cluster.state.registry import Registry
 from tandem.errors import PreconditionFailed, Unavailable
 
@@ -33,12 +27,10 @@ log = structlog.get_logger(__name__)
 PREFIX = "POOL_OBJECTS"  # environment variable: the Deployment of a pool is named <its value>-<pool>
 AGREED_SIZE = "tandem/agreed-size"  # annotation
 AGREED_CLUSTER = "tandem/agreed-cluster"  # annotation: the cluster that agreed to it
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LEAST = {"prefill": 0, "decode": 1}
 MOST = 1024
 EVERY_S = 5.0  # how soon a change of an object is noticed
-ANSWER_S = 10.0
-CONFLICT = 409  # the object has changed since it was read
+DEPLOYMENTS = "apis/apps/v1/deployments"
 
 
 @dataclass(frozen=True)
@@ -57,47 +49,8 @@ def agree(found: PoolObject, wanted: int, least: int, follows: bool, cluster: st
     return found.replicas if changed and follows and least <= found.replicas <= MOST else wanted
 
 
-class Api:
-    """The two required calls of the API server, with the pod's account."""
-
-    def __init__(self, url: str = "", account: Path = ACCOUNT) -> None:
-        host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        self._url = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
-        self._account = account
-
-    async def read(self, name: str) -> PoolObject:
-        """Raises Unavailable."""
-        return _object(await asyncio.to_thread(self._call, name, None))
-
-    async def write(self, name: str, size: int, cluster: str, version: str) -> None:
-        """Raises Unavailable, and PreconditionFailed if the object has changed since that version."""
-        metadata = {"resourceVersion": version, "annotations": {AGREED_SIZE: str(size), AGREED_CLUSTER: cluster}}
-        await asyncio.to_thread(self._call, name, {"metadata": metadata, "spec": {"replicas": size}})
-
-    def _call(self, name: str, change: dict[str, Any] | None) -> Any:
-        try:
-            namespace, token = ((self._account / part).read_text().strip() for part in ("namespace", "token"))
-            request = urllib.request.Request(
-                f"{self._url}/apis/apps/v1/namespaces/{namespace}/deployments/{name}",
-                data=None if change is None else json.dumps(change).encode(),
-                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/merge-patch+json"},
-                method="GET" if change is None else "PATCH",
-            )
-            trusted = None
-            if self._url.startswith("https:"):
-                trusted = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
-            with urllib.request.urlopen(request, timeout=ANSWER_S, context=trusted) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code == CONFLICT:
-                raise PreconditionFailed(f"deployment {name} has changed", reason="CONFLICT") from error
-            raise Unavailable(f"deployment {name}: the API server answered {error.code}") from error
-        except (OSError, ValueError) as error:
-            raise Unavailable(f"deployment {name}: the API server cannot be asked: {error}") from error
-
-
 class PoolObjects:
-    def __init__(self, api: Api, registry: Registry, prefix: str, follows: bool) -> None:
+    def __init__(self, api: KubernetesApi, registry: Registry, prefix: str, follows: bool) -> None:
         """`prefix`: see PREFIX; `follows`: see agree."""
         self._api, self._registry, self._prefix, self._follows = api, registry, prefix, follows
 
@@ -115,13 +68,15 @@ class PoolObjects:
         if wanted is None:  # the registry has lost it; the supervisor writes it back
             return
         cluster = self._registry.cluster
-        found = await self._api.read(name := f"{self._prefix}-{pool}")
+        found = _object(await self._api.read(DEPLOYMENTS, name := f"{self._prefix}-{pool}"))
         size = agree(found, wanted, LEAST[pool], self._follows, cluster)
         if size != wanted:
             log.info("pool_objects.scaled", pool=pool, size=size, before=wanted)
             await self._registry.set_wanted({pool: size})
         if (found.replicas, found.agreed, found.cluster) != (size, size, cluster):
-            await self._api.write(name, size, cluster, found.version)
+            written = {AGREED_SIZE: str(size), AGREED_CLUSTER: cluster}
+            metadata = {"resourceVersion": found.version, "annotations": written}
+            await self._api.merge(DEPLOYMENTS, name, {"metadata": metadata, "spec": {"replicas": size}})
 
 
 def _object(answer: Any) -> PoolObject:

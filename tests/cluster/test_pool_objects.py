@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.kuberay.pool_objects import AGREED_CLUSTER, AGREED_SIZE, Api, PoolObject, PoolObjects, agree
+from cluster.kuberay.kubernetes_api import KubernetesApi
+from cluster.kuberay.pool_objects import AGREED_CLUSTER, AGREED_SIZE, PoolObject, PoolObjects, agree
 from cluster.state.registry import Registry
 from tandem.errors import PreconditionFailed, Unavailable
 
@@ -87,10 +88,10 @@ def server() -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def api(server: ApiServer, tmp_path: Path) -> Api:
+def api(server: ApiServer, tmp_path: Path) -> KubernetesApi:
     (tmp_path / "namespace").write_text("here")
     (tmp_path / "token").write_text(TOKEN)
-    return Api(server.url, tmp_path)
+    return KubernetesApi(server.url, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_whoever_changed_the_size_is_followed(
 
 
 async def test_a_pool_keeps_its_size_when_its_cluster_gets_another_name(
-    server: ApiServer, api: Api, registry: Registry
+    server: ApiServer, api: KubernetesApi, registry: Registry
 ) -> None:
     """An upgrade to another checkpoint makes another cluster, whose wanted sizes are only the initial ones. The control
     is the same cluster."""
@@ -134,7 +135,7 @@ async def test_a_pool_keeps_its_size_when_its_cluster_gets_another_name(
 
 
 async def test_every_way_to_scale_ends_at_the_same_sizes(
-    server: ApiServer, api: Api, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    server: ApiServer, api: KubernetesApi, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool's object first gets the registry's size. Then `kubectl scale` changes the wanted size, `tandem scale`
     changes the object, and a size that a pool may not have changes neither. An upgrade of the chart writes the object
@@ -176,7 +177,7 @@ async def test_every_way_to_scale_ends_at_the_same_sizes(
 
 
 async def test_a_change_between_reading_and_writing_is_not_lost(
-    server: ApiServer, api: Api, registry: Registry
+    server: ApiServer, api: KubernetesApi, registry: Registry
 ) -> None:
     """`kubectl scale` just before the driver writes: the write is refused, and the next round takes that size."""
     await registry.set_wanted({"prefill": 1, "decode": 2})
@@ -191,11 +192,11 @@ async def test_a_change_between_reading_and_writing_is_not_lost(
     assert (await registry.wanted())["decode"] == server.size("decode") == 6
 
 
-async def test_without_an_api_server_the_sizes_stay(api: Api, registry: Registry, tmp_path: Path) -> None:
+async def test_without_an_api_server_the_sizes_stay(api: KubernetesApi, registry: Registry, tmp_path: Path) -> None:
     """An API server that does not answer, refuses the account, or answers nonsense causes a logged error and changes no
     size."""
     await registry.set_wanted({"prefill": 1, "decode": 2})
-    unreachable = Api("http://127.0.0.1:9", tmp_path)
+    unreachable = KubernetesApi("http://127.0.0.1:9", tmp_path)
     with pytest.raises(Unavailable, match="cannot be asked"):
         await PoolObjects(unreachable, registry, "demo", follows=True)._one("decode")
     (tmp_path / "token").write_text("another")

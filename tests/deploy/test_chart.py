@@ -77,7 +77,9 @@ def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
             continue
         if document["kind"] == "Pod":
             yield name, document
-        elif document["kind"] in ("Deployment", "StatefulSet", "Job"):
+        elif document["kind"] == "Job":  # its name ends with a digest
+            yield name.rpartition("-")[0], document["spec"]["template"]
+        elif document["kind"] in ("Deployment", "StatefulSet"):
             yield name, document["spec"]["template"]
         for group, template in groups(document).items():
             yield f"{name}-{group}", template
@@ -419,8 +421,8 @@ def test_pods_are_restricted(name: str) -> None:
     """Pods meet the Pod Security Standard "restricted", and more; IPC_LOCK is added only with RDMA."""
     for pod, template in pods(render(example(name))):
         spec = template["spec"]
-        # Ray's autoscaler, in the head's pod, asks Kubernetes for pods.
-        assert spec["automountServiceAccountToken"] is pod.endswith("-head")
+        # Ray's autoscaler, in the head's pod, asks Kubernetes for pods; the Job of an upgrade deletes former ones.
+        assert spec["automountServiceAccountToken"] is pod.endswith(("-head", "-upgrade"))
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0

@@ -74,7 +74,7 @@ def test_a_release_of_several_models_is_valid_and_fits_together() -> None:
     (scaler,) = [one for one in documents if one["kind"] == "ScaledObject"]
     assert 'pool="decode",model="chat"' in scaler["spec"]["triggers"][0]["metadata"]["query"]
     fetched = [
-        one["command"][2] for name, pod in pods(documents) if "-model-" in name for one in pod["spec"]["containers"]
+        one["command"][2] for name, pod in pods(documents) if name.endswith("-model") for one in pod["spec"]["containers"]
     ]
     assert fetched == ["org/chat", "org/small"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helm_python.errors import HelmError
 
+from cluster.kuberay.upgrade import HEAD, TEMPLATE, UPGRADE, Release
 from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.live import render_over
 from tests.deploy.test_chart import named
@@ -101,3 +103,67 @@ def test_a_claim_for_a_volume_made_by_hand_has_no_class() -> None:
     assert classes == {"valkey": "", "tables": "", "models": ""}
     (default,) = [one for one in render(example("laptop") | {"valkey": {"storage": "2Gi"}}) if "Claim" in one["kind"]]
     assert "storageClassName" not in default["spec"]
+
+
+def template_digests(documents: list[Document]) -> dict[str, str]:
+    spec = ray_cluster(documents)
+    groups = {"headgroup": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return {name: group["template"]["metadata"]["annotations"][TEMPLATE] for name, group in groups.items()}
+
+
+def upgrade_job(documents: list[Document]) -> Document:
+    (job,) = [one for one in documents if one["kind"] == "Job"]
+    return job
+
+
+def release_of(documents: list[Document]) -> Release:
+    (container,) = upgrade_job(documents)["spec"]["template"]["spec"]["containers"]
+    return Release.model_validate_json({one["name"]: one.get("value") for one in container["env"]}[UPGRADE])
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one-model", "two-models"])
+@pytest.mark.parametrize("switch", [False, True], ids=["", "either-pool"])
+def test_the_job_of_an_upgrade_knows_the_pods_of_its_release(several: bool, switch: bool) -> None:
+    """It replaces pods with other digests; where a pod may serve either pool, it counts the workers of both."""
+    models = [{"name": name, "settings": {"model": "demo/model"}} for name in ("chat", "small")]
+    values = VALUES | {"settings": {}, "models": models} if several else VALUES
+    documents = render(merged(values, {"ray": {"switch_roles": switch}}))
+    release, digests = release_of(documents), template_digests(documents)
+    described = {HEAD: release.head}
+    for pool in release.pools:
+        described |= pool.groups
+        assert len(pool.roles) == len(pool.groups) == (2 if switch else 1)
+    assert described == digests
+    assert release.ray_cluster == f"{NAME}-tandem"
+    assert len({pool.cluster for pool in release.pools}) == (2 if several else 1)
+
+
+def test_an_upgrade_replaces_the_pods_that_it_changes_and_no_others() -> None:
+    """A size changes none, one pool's setting its own and the image all. Two models have digests of their own."""
+    before = template_digests(render(VALUES))
+
+    def changed(values: dict[str, Any]) -> set[str]:
+        after = template_digests(render(merged(VALUES, values)))
+        return {name for name, digest in after.items() if digest != before[name]}
+
+    assert not changed({"pools": {"decode": {"replicas": 7}, "prefill": {"replicas": 2}}})
+    assert changed({"pools": {"decode": {"settings": {"max_num_seqs": 3}}}}) == {"decode"}
+    assert changed({"image": {"tag": "next"}}) == changed({"settings": {"max_model_len": 64}}) == set(before)
+    assert changed({"pools": {"prefill": {"replicas": 0}}}) == set(before)  # decode workers then compute prompts
+    scaled = {"autoscaling": {"kind": "tandem", "min": 1, "max": 3}}
+    by_tandem = merged(VALUES, {"pools": {"decode": scaled}})
+    larger = merged(by_tandem, {"pools": {"decode": {"autoscaling": {"min": 2, "max": 9}}}})
+    assert template_digests(render(by_tandem)) | {HEAD: ""} == template_digests(render(larger)) | {HEAD: ""}
+
+
+def test_the_job_may_do_what_it_does_and_has_a_new_name_when_it_has_work() -> None:
+    """Kubernetes refuses to change the pod of a Job that exists. The same release again makes no new Job, and without
+    Ray there is none."""
+    documents = render(VALUES)
+    name = upgrade_job(documents)["metadata"]["name"]
+    assert upgrade_job(render(VALUES))["metadata"]["name"] == name
+    assert upgrade_job(render(merged(VALUES, {"image": {"tag": "next"}})))["metadata"]["name"] != name
+    rules = named(documents, "Role", "-sizes")["rules"]
+    allowed = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+    assert {("pods", "list"), ("pods", "delete"), ("rayclusters", "get")} < allowed
+    assert "Job" not in [one["kind"] for one in render(example("laptop"))]

@@ -25,9 +25,10 @@ def base(of: str) -> Values:
     return {name: value for name, value in values.items() if name != "secret"}
 
 
-def deployment(component: str, size: int) -> Document:
+def deployment(component: str, size: int, of: str) -> Document:
     about = {"name": f"{NAME}-tandem-{component}"}
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": {"replicas": size}}
+    spec = {"replicas": size, "paused": of == "ray"}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": spec}
 
 
 def sizes(documents: list[Document]) -> dict[str, int | None]:
@@ -41,7 +42,7 @@ def test_a_running_pool_keeps_its_size_when_it_gets_a_scaler(of: str) -> None:
     scaler it is that of the values."""
     values = merged(base(of), SCALED)
     documents = render(values)
-    live = [deployment(name, size) for name, size in SIZES.items()]
+    live = [deployment(name, size, of) for name, size in SIZES.items()]
     assert sizes(render_over(values, documents, live)) == SIZES
     assert sizes(render_over(values, documents, live[:1])) == {"router": 5, "prefill": None, "decode": None}
     assert set(sizes(documents).values()) == {None}
@@ -74,3 +75,13 @@ def test_a_group_of_nodes_without_nodes_stays_so() -> None:
     documents = render_over(values, render(values), [live])
     rendered = named(documents, "RayCluster", "")["spec"]["workerGroupSpecs"]
     assert {group["groupName"]: group["replicas"] for group in rendered} == {"prefill": 0, "decode": 2}
+
+
+@pytest.mark.parametrize(("was", "becomes"), [("kubernetes", "ray"), ("ray", "kubernetes")])
+def test_an_upgrade_does_not_change_who_starts_the_workers(was: str, becomes: str) -> None:
+    """All workers would end at once. The same orchestrator again is an upgrade like any other."""
+    before = render(base(was))
+    live = [one for one in before if one["kind"] in ("Deployment", "RayCluster")]
+    render_over(base(was), before, live)
+    with pytest.raises(HelmError, match=f"this release runs with {was}"):
+        render_over(base(becomes), [*before, *render(base(becomes))], live)

@@ -145,13 +145,15 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
 
 @pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
 def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
-    """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field."""
+    """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field. With
+    Ray the Job of the upgrade learns which pods to replace."""
+    upgrade = {f"{NAME}-tandem-upgrade"} if orchestrator == "ray" else set()
     base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}, **NODES}
     plain = dict(pods(render(base)))
     for kind, one in OF_A_POD.items():
         changed = dict(pods(render(merged(base, {"pools": {"decode": one}}))))
         different = {name for name in plain if changed[name] != plain[name]}
-        assert different == {f"{NAME}-tandem-decode"}, kind
+        assert different == {f"{NAME}-tandem-decode"} | upgrade, kind
         text = json.dumps(changed[f"{NAME}-tandem-decode"], sort_keys=True)
         (said, *_) = one.values()
         leaf = said if isinstance(said, str) else json.dumps(said, sort_keys=True)[1:-1]

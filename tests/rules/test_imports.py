@@ -86,7 +86,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cluster.state.job_scripts", "cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"),
     },
     "cluster.state.router_samples": {"cluster.state.redis_store"},
-    "cluster.kuberay.pool_objects": {"cluster.state.registry", "tandem.errors"},
+    "cluster.kuberay.kubernetes_api": {"tandem.errors"},
+    "cluster.kuberay.pool_objects": {"cluster.kuberay.kubernetes_api", "cluster.state.registry", "tandem.errors"},
     "cluster.state.batch_scripts": {"cluster.state.job_scripts", "cluster.state.redis_store"},
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.job_scripts"),

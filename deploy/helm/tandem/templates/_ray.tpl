@@ -1,0 +1,186 @@
+{{- /* Pods of a RayCluster. KubeRay replaces none when its template changes; the Job of an upgrade does, which knows a former
+pod by an annotation with the digest of its template. */}}
+
+{{- /* (root, roots: one for each model, clusters: of all models, here: Ray's address in this pod, sizes: whether it has the
+pools' initial sizes, digest) */}}
+{{- define "tandem.ray.head" -}}
+{{- $release := .root }}
+{{- $values := .root.Values }}
+{{- $name := include "tandem.name" .root }}
+{{- $clusters := .clusters }}
+{{- $here := .here }}
+{{- $this := dict "root" .root "component" "head" "of" .root.Values.ray.head "ray" true "annotations" (dict "tandem/template" .digest) }}
+metadata:
+  {{- include "tandem.metadata" $this | nindent 2 }}
+spec:
+  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # KubeRay's account: the autoscaler asks for pods" | nindent 2 }}
+  # To find the head's node, Ray's library looks for the process of its raylet, which is in another container.
+  shareProcessNamespace: true
+  # Each starts a supervisor, which outlives it, and watches it. As sidecars they are started again when they end:
+  # with Ray's autoscaler v2 KubeRay restarts no container of a pod, and replaces a pod only if Ray has ended.
+  initContainers:
+    {{- range $root := .roots }}
+    {{- $pools := $root.Values.pools }}
+    - name: driver{{ with $root.Model }}-{{ . }}{{ end }}
+      restartPolicy: Always
+      image: {{ include "tandem.image" (dict "root" $release "image" "worker") }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      command: [python, -m, cluster.kuberay.driver]
+      env:
+        {{- include "tandem.ray.env" $release | nindent 8 }}
+        {{- include "tandem.settings" (dict "root" $root "settings" (dict "drain_grace_s" (include "tandem.ray.grace" $pools | float64) "ray_address" $here)) | nindent 8 }}
+        {{- include "tandem.env" $root | nindent 8 }}
+        {{- with $values.ray.head.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        - {name: POOL_OBJECTS, value: "{{ $name }}{{ with $root.Model }}-{{ . }}{{ end }}"}
+        - {name: RELEASE_CLUSTERS, value: {{ toJson $clusters | quote }}}
+        {{- if $values.ray.switch_roles }}
+        - {name: EITHER_POOL, value: "1"}
+        {{- end }}
+        - {name: TANDEM_START_TIMEOUT_S, value: {{ max $pools.prefill.startup_s $pools.decode.startup_s | quote }}}
+        {{- if and $.sizes (not (has "tandem" (list $pools.prefill.autoscaling.kind $pools.decode.autoscaling.kind))) }}
+        {{- if $pools.prefill.replicas }}
+        - {name: TANDEM_PREFILL, value: {{ $pools.prefill.replicas | quote }}}
+        {{- end }}
+        - {name: TANDEM_DECODE, value: {{ $pools.decode.replicas | quote }}}
+        {{- end }}
+      resources: {{- toYaml $values.ray.head.driver_resources | nindent 8 }}
+      terminationMessagePolicy: FallbackToLogsOnError
+      securityContext: {{- include "tandem.hardened" $release | nindent 8 }}
+      volumeMounts:
+        {{- include "tandem.mounts" $release | nindent 8 }}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: ray, mountPath: /tmp/ray}
+        {{- with $values.ray.head.volumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+    {{- end }}
+  containers:
+    - name: head
+      image: {{ include "tandem.image" (dict "root" $release "image" "worker") }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      env:
+        {{- include "tandem.ray.env" $release | nindent 8 }}
+        {{- include "tandem.env" $release | nindent 8 }}
+        {{- with $values.ray.head.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      ports:
+        - {name: gcs-server, containerPort: 6379}
+      # The images have no dashboard, whose agent KubeRay's own probes would ask.
+      readinessProbe: {tcpSocket: {port: gcs-server}, periodSeconds: 5}
+      livenessProbe: {tcpSocket: {port: gcs-server}, initialDelaySeconds: 30, periodSeconds: 10}
+      resources: {{- toYaml $values.ray.head.resources | nindent 8 }}
+      securityContext: {{- include "tandem.hardened" $release | nindent 8 }}
+      volumeMounts:
+        {{- include "tandem.mounts" $release | nindent 8 }}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: ray, mountPath: /tmp/ray}
+        {{- with $values.ray.head.volumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    {{- include "tandem.volumes" (dict "root" $release "none" true) | nindent 4 }}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: 256Mi}}
+    # Ray's sockets, which all three containers need; KubeRay would mount a folder of its own in two of them.
+    - {name: ray, emptyDir: {}}
+    {{- with $values.ray.head.volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
+
+{{- /* (root, component): the name of its group */}}
+{{- define "tandem.ray.group" -}}
+{{ with .root.Model }}{{ . }}-{{ end }}{{ .component }}
+{{- end }}
+
+{{- /* (root, component, of, digest) */}}
+{{- define "tandem.ray.worker" -}}
+{{- $root := .root }}
+{{- $values := .root.Values }}
+{{- $pool := .of }}
+{{- $grace := include "tandem.ray.grace" .root.Values.pools | float64 }}
+{{- $group := dict "root" .root "component" .component "of" .of "ray" true "annotations" (dict "tandem/template" .digest) }}
+metadata:
+  {{- include "tandem.metadata" $group | nindent 2 }}
+spec:
+  {{- include "tandem.pod" $group | nindent 2 }}
+  # The supervisor drains with the longest grace of both pools.
+  terminationGracePeriodSeconds: {{ add (ceil $grace) 30 }}
+  {{- with include "tandem.downloads" (dict "root" $root "weights" true) }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  containers:
+    # KubeRay makes its command, `ray start`.
+    - name: worker
+      image: {{ include "tandem.image" (dict "root" $root "image" "worker") }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      env:
+        {{- include "tandem.ray.env" $root | nindent 8 }}
+        # Workers read their settings from here (services/pod_launch.py).
+        {{- include "tandem.settings" (dict "root" $root "settings" (include "tandem.over" (list $pool.settings (dict "drain_grace_s" $grace)) | fromJson)) | nindent 8 }}
+        {{- include "tandem.worker.port" $group | nindent 8 }}
+        {{- include "tandem.worker.env" $group | nindent 8 }}
+      ports:
+        {{- include "tandem.worker.ports" $group | nindent 8 }}
+        - {name: raylet, containerPort: 6380}
+      # Ends when its worker has drained, and another one has been asked for elsewhere.
+      lifecycle: {preStop: {exec: {command: [python, -m, cluster.kuberay.leave]}}}
+      # Of the node, which may have no worker; the supervisor watches its worker.
+      readinessProbe: {tcpSocket: {port: raylet}, periodSeconds: 5}
+      livenessProbe: {tcpSocket: {port: raylet}, initialDelaySeconds: 30, periodSeconds: 10, failureThreshold: 6}
+      resources: {{- include "tandem.worker.resources" $group | nindent 8 }}
+      terminationMessagePolicy: FallbackToLogsOnError
+      securityContext: {{- include "tandem.worker.security" $group | nindent 8 }}
+      volumeMounts:
+        {{- include "tandem.worker.mounts" $group | nindent 8 }}
+  volumes:
+    {{- include "tandem.worker.volumes" $group | nindent 4 }}
+{{- end }}
+
+{{- /* (a template): of all but the sizes of pools, which are no reason to replace a pod; 0 is one */}}
+{{- define "tandem.ray.digest" -}}
+{{ regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" . "" | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- /* (root, release: of cluster/kuberay/upgrade.py): the pod of the Job of an upgrade */}}
+{{- define "tandem.ray.upgrade" -}}
+{{- $this := dict "root" .root "component" "upgrade" "of" (pick .root.Values.router "priorityClassName" "nodeSelector" "tolerations" "affinity") }}
+metadata:
+  {{- include "tandem.metadata" $this | nindent 2 }}
+spec:
+  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # it deletes pods" | nindent 2 }}
+  restartPolicy: OnFailure
+  containers:
+    - name: upgrade
+      image: {{ include "tandem.image" (dict "root" .root "image" "router") }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      command: [python, -m, cluster.kuberay.upgrade]
+      env:
+        {{- include "tandem.settings" (dict "root" .root "settings" dict) | nindent 8 }}
+        {{- /* The user's own registry may need a file, which routers have, too. */}}
+        {{- with .root.Values.router.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        - {name: HOME, value: /tmp}
+        - {name: UPGRADE, value: {{ toJson .release | quote }}}
+      resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
+      terminationMessagePolicy: FallbackToLogsOnError
+      securityContext: {{- include "tandem.hardened" .root | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- if .root.Values.cluster_tls.secret }}
+        - {name: cluster-tls, mountPath: /etc/tandem/cluster, readOnly: true}
+        {{- end }}
+        {{- with .root.Values.router.volumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    - {name: tmp, emptyDir: {}}
+    {{- with .root.Values.cluster_tls.secret }}
+    - {name: cluster-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+    {{- end }}
+    {{- with .root.Values.router.volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
+
+{{- /* (pools): the longest grace of both, with which the supervisor drains */}}
+{{- define "tandem.ray.grace" -}}
+{{- $grace := 0.0 }}
+{{- range . }}{{ $grace = maxf $grace (ternary (get .settings "drain_grace_s") 30 (hasKey .settings "drain_grace_s")) }}{{ end }}
+{{- $grace }}
+{{- end }}
+{{- define "tandem.ray.env" -}}
+- {name: RAY_AUTH_MODE, value: token}
+- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ include "tandem.secret" . }}, key: ray_token}}}
+# A worker is its actor's process; Ray must not restart it for memory that the pod's limit already bounds.
+- {name: RAY_memory_monitor_refresh_ms, value: "0"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+{{- end }}
