@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Collection
 from contextlib import aclosing
@@ -165,6 +166,8 @@ class Upgrade:
         return Situation(former, serving, sum(wanted[role] for role in pool.roles), busy)
 
     async def _delete(self, pod: Pod) -> None:
+        if await self._templates() != self._expected():  # to this Job the next one's pods are former ones
+            raise Unavailable(f"the RayCluster {self._release.ray_cluster} has the templates of another release by now")
         print(f"deletes {pod.name}, of a former template", flush=True)
         try:
             await self._api.delete(PODS, pod.name, pod.uid)
@@ -203,6 +206,8 @@ def _pod(described: Any) -> Pod:
 
 def main() -> int:
     """Returns 0 if all pods are of the release's templates, 1 if a step failed or took too long."""
+    # The first process of a container ignores signals without a handler.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         settings = tandem_settings.load()
         try:

@@ -31,6 +31,7 @@ class KubeRay:
 
     def __init__(self, registry: Registry, loop: asyncio.AbstractEventLoop) -> None:
         self.template, self.serves = NEW, True
+        self.after = (0, "")  # so many deletions the RayCluster gets this template
         self.pods: dict[str, Any] = {}
         self.deleted: list[str] = []
         self.serving_before: list[int] = []  # workers, at each deletion
@@ -71,6 +72,8 @@ class KubeRay:
         self.deleted.append(name)
         self.serving_before.append(self.serving())
         pod = self.pods.pop(name)
+        if len(self.deleted) == self.after[0]:
+            self.template = self.after[1]
         group, former = pod["metadata"]["labels"]["ray.io/group"], pod["status"]["podIP"]
         _, address = self.make(group, self.template)
         if group != HEAD:
@@ -231,6 +234,15 @@ async def test_nothing_is_deleted_before_the_raycluster_has_the_templates(
     kuberay.template = NEW
     await waiting
     assert kuberay.templates() == {NEW}
+
+
+async def test_a_job_deletes_nothing_of_the_release_after_its_own(kuberay: KubeRay, run: Start) -> None:
+    """Helm ends the former Job only when the new manifests are applied. To the former one the new pods would be former
+    ones."""
+    kuberay.after = (2, "newer")
+    with pytest.raises(Unavailable, match="another release"):
+        await run()
+    assert kuberay.deleted == ["headgroup-1", "prefill-2"]
 
 
 async def test_a_pool_whose_size_is_not_known_waits(kuberay: KubeRay, run: Start, registry: Registry) -> None:

@@ -95,7 +95,7 @@ def named(documents: list[Document], kind: str, name: str) -> Document:
 
 def values_of(documents: list[Document], component: str) -> dict[str, str]:
     """The environment of the component's container, as far as its values are in the manifest."""
-    spec = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+    spec = dict(pods(documents))[f"{NAME}-tandem-{component}"]["spec"]
     return {one["name"]: one["value"] for one in spec["containers"][0]["env"] if "value" in one}
 
 

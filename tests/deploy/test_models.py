@@ -35,7 +35,7 @@ COMPONENTS = [f"{model}-{pool}" for model in ("chat", "small") for pool in ("pre
 
 def loaded(documents: list[Document], component: str) -> Settings:
     """The settings as the component's process loads them."""
-    return read(named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0])
+    return read(dict(pods(documents))[f"{NAME}-tandem-{component}"]["spec"]["containers"][0])
 
 
 def read(container: Document) -> Settings:
@@ -73,10 +73,8 @@ def test_a_release_of_several_models_is_valid_and_fits_together() -> None:
         }
     (scaler,) = [one for one in documents if one["kind"] == "ScaledObject"]
     assert 'pool="decode",model="chat"' in scaler["spec"]["triggers"][0]["metadata"]["query"]
-    fetched = [
-        one["command"][2] for name, pod in pods(documents) if name.endswith("-model") for one in pod["spec"]["containers"]
-    ]
-    assert fetched == ["org/chat", "org/small"]
+    fetches = dict(pods(documents))[f"{NAME}-tandem-model"]["spec"]["containers"]
+    assert [one["command"][2] for one in fetches] == ["org/chat", "org/small"]
 
 
 def test_workers_are_where_the_routers_look_for_them() -> None:
@@ -98,7 +96,8 @@ def test_workers_are_where_the_routers_look_for_them() -> None:
 
 def test_what_a_model_says_stands_in_place_of_what_all_have() -> None:
     """A model's value replaces the common one, also if it is 0, which Helm's own merge would treat as absent."""
-    documents = render(merged(VALUES, {"pools": {"decode": {"replicas": 2}}, "settings": {"place_by_prefix": False}}))
+    asked = {"pools": {"decode": {"replicas": 2}}, "settings": {"place_by_prefix": False}}
+    documents = render(merged(VALUES | {"orchestrator": "kubernetes"}, asked))
     specs = {part: named(documents, "Deployment", f"-{part}")["spec"] for part in COMPONENTS}
     assert [specs[part]["replicas"] for part in COMPONENTS] == [1, 4, 0, 2]
     limits = [specs[part]["template"]["spec"]["containers"][0]["resources"]["limits"] for part in COMPONENTS]

@@ -40,6 +40,7 @@ OF_A_POD: dict[str, Values] = {
     "env": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
 }
 # Values of a whole release.
+PLAIN: Values = {"orchestrator": "kubernetes"}
 OF_A_RELEASE: dict[str, Values] = {
     "name": {"fullnameOverride": "chat"},
     "account": {"serviceAccount": {"create": False, "name": "given", "annotations": {}}},
@@ -145,8 +146,8 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
 
 @pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
 def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
-    """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field. With
-    Ray the Job of the upgrade learns which pods to replace."""
+    """A value for decode alone does not change prefill and routers, and becomes the corresponding Kubernetes field.
+    With Ray the Job of the upgrade learns which pods to replace."""
     upgrade = {f"{NAME}-tandem-upgrade"} if orchestrator == "ray" else set()
     base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}, **NODES}
     plain = dict(pods(render(base)))
@@ -198,7 +199,7 @@ def test_pods_on_the_network_of_their_nodes_are_peers_by_address(hosted: Values)
 
 @pytest.mark.parametrize(
     ("longest", "values"),
-    [(38, {}), (49, OF_A_RELEASE["own-registry"]), (38, OF_A_RELEASE["own-registry"] | {"orchestrator": "ray"})],
+    [(38, PLAIN), (49, PLAIN | OF_A_RELEASE["own-registry"]), (38, OF_A_RELEASE["own-registry"])],
     ids=["valkey", "none", "ray"],
 )
 def test_a_name_that_is_too_long_stops_the_install(longest: int, values: Values) -> None:
@@ -219,13 +220,13 @@ def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
 @pytest.mark.parametrize("kind", ["none", "keda"])
 def test_pools_are_independent_under_helm(kind: str) -> None:
     """Another number of replicas, or other bounds of a scaler, changes no pod template; 0 prefill workers is another
-    kind of cluster, and does."""
+    kind of cluster, and does. With Ray it changes no digest (tests/deploy/test_ray_cluster.py)."""
 
     def templates(prefill: int, decode: int, routers: int = 2) -> dict[str, Document]:
         sizes = {"prefill": prefill, "decode": decode}
         scaled = {pool: {"kind": kind, "min": max(1, size), "max": size + 5} for pool, size in sizes.items()}
         pools = {pool: {"replicas": size, "autoscaling": scaled[pool]} for pool, size in sizes.items()}
-        values = {"settings": {"model": "m"}, "pools": pools, "router": {"replicas": routers}, "secret": "s"}
+        values = PLAIN | {"settings": {"model": "m"}, "pools": pools, "router": {"replicas": routers}, "secret": "s"}
         return dict(pods(render({**values, "prometheus": {"url": "http://p"}})))
 
     assert templates(1, 1) == templates(7, 1) == templates(1, 900) == templates(3, 4, 9)
@@ -300,7 +301,7 @@ def test_an_image_can_be_named_by_its_digest() -> None:
 
 def test_a_rollout_may_take_as_long_as_a_start() -> None:
     """Otherwise Kubernetes reports a failed rollout while the model is loading."""
-    documents = render({"settings": {"model": "m"}, "pools": {"decode": {"startup_s": 7200}}})
+    documents = render(PLAIN | {"settings": {"model": "m"}, "pools": {"decode": {"startup_s": 7200}}})
     allowed = {
         part: named(documents, "Deployment", f"-{part}")["spec"]["progressDeadlineSeconds"]
         for part in ("router", "decode")
@@ -534,7 +535,7 @@ def test_the_schemas_know_what_is_wrong() -> None:
         with pytest.raises(Exception, match="replicaz"):
             valid([wrong])
         del spoil["replicaz"]
-    assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["orchestrator"] == "kubernetes"
+    assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["orchestrator"] == "ray"
 
 
 @pytest.mark.parametrize(
