@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from math import prod
 from typing import Any
 
@@ -93,8 +93,11 @@ class KvLayout:
         return -(-self.state_bytes // self.block_bytes)
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Fields with their default are
+        left out: a version that does not know a field yet has an equal text, and the pair works in an upgrade."""
+        usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        known = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
+        return json.dumps(known, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> KvLayout:
@@ -103,7 +106,7 @@ class KvLayout:
         raw: dict[str, Any] = json.loads(text)
         if later := sorted(raw.keys() - {field.name for field in fields(cls)}):
             raise ValueError(f"a layout of a later version, with {', '.join(later)}")
-        states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw["states"])
+        states = tuple(StateLayout(**{**each, "shape": tuple(each["shape"])}) for each in raw.get("states", ()))
         return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"]), "states": states})
 
     def hash(self) -> str:

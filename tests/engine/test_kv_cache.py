@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -147,6 +148,21 @@ def test_layout_travels_as_json() -> None:
     assert back == LAYOUT
     assert back.hash() == LAYOUT.hash()
     assert LAYOUT.differences(back) == []
+
+
+def test_a_version_that_knew_fewer_fields_pairs_with_this_one() -> None:
+    """In an upgrade workers of both run. The text of a layout is that of versions before GPUs had digests of their own
+    and models states, unless it has these; so a further field needs a default."""
+    first = {field.name for field in fields(KvLayout)} - {"digest", "states", "state_bytes", "state_kernels"}
+    earlier = {name: value for name, value in asdict(LAYOUT).items() if name in first}
+    text = json.dumps(earlier, sort_keys=True, separators=(",", ":"))
+    assert KvLayout.from_json(text) == LAYOUT
+    assert LAYOUT.to_json() == text
+    for field, value in (("digest", "sums"), ("state_bytes", 64)):
+        other = replace(LAYOUT, **{field: value})
+        assert field in other.to_json()
+        assert other.hash() != LAYOUT.hash()
+        assert KvLayout.from_json(other.to_json()) == other
 
 
 def test_facts_are_readable() -> None:
