@@ -23,6 +23,7 @@ PREFIXES = ("model.", "transformer.", "language_model.")  # of the base model in
 KV = (".k_proj", ".v_proj")
 HEAD = "lm_head"
 RANKS = (1, 2, 4, 8, 16)
+DOWN = ("down_proj", ".w2")  # of experts: these take what the others give
 TABLES = ("embed_tokens.weight", "wte.weight")
 
 
@@ -95,11 +96,21 @@ def _cut_of(name: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
     """The style by which the plan cuts a tensor of the files."""
     module = _module(name)
     pattern = ".".join("*" if part.isdigit() else part for part in module.split("."))
-    style = plan.get(pattern)
-    if ".experts." in pattern and style is None:  # separate tensors in the files, one tensor in the model
-        whole = pattern.partition(".experts.")[0] + ".experts"
-        style = next((plan[key] for key in plan if key.startswith(f"{whole}.") and plan[key] in cut), None)
+    style = plan[pattern] if pattern in plan else _of_expert(pattern, plan, cut)
     return style if style in cut else None
+
+
+def _of_expert(pattern: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
+    """The style for one expert's product in the files, None for any other tensor. In the model, the experts' are one
+    tensor, and gate and up as well. The module of all experts may have another name there (Mixtral's)."""
+    home, mark, own = pattern.partition(MARK)
+    if not mark:
+        return None
+    stacks = [key for key in plan if MARK in key and plan[key] in cut]
+    same = [key for key in stacks if key.startswith(home + MARK)] or stacks
+    down = own.endswith(DOWN)
+    style = next((plan[key] for key in same if key.endswith(DOWN) is down), None)
+    return style and style.removeprefix("packed_")
 
 
 def _module(name: str) -> str:

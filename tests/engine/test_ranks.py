@@ -33,7 +33,7 @@ from engine.parallel.rank_group import RankGroup, group_memory
 from engine.parallel.tp_plan import check_plan, check_settings
 from engine.parallel.weight_cut import Part
 from engine.runner import captured_steps
-from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.harness.random_checkpoints import TINY, make_checkpoint
 from loadtest.microbench import families
 from planner.capacity import read_shape
 from planner.ranks import fits, of_one_rank, of_ranks
@@ -62,13 +62,28 @@ CUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "biases": ("tiny-llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "tied": ("tiny-qwen3", {"tie_word_embeddings": True}, 2),
-    "padding beyond a part": ("tiny-llama", {"pad_token_id": 300}, 2),
+    "padding beyond a part": ("tiny-qwen2", {"pad_token_id": 300}, 2),
     "gemma2": ("tiny-gemma2", {}, 2),
     "qwen3-moe": ("tiny-qwen3-moe", {}, 2),
     "phi3": ("tiny-phi3", {}, 2),
     "llama4": ("tiny-llama4-text", {}, 2),
     "deepseek-v3": ("tiny-deepseek-v3", {}, 2),
 }
+# The other tiny families that have a plan, and other numbers of ranks.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "qwen2-sliding": ("tiny-qwen2-sliding", {}, 2),
+    "qwen3-sliding": ("tiny-qwen3-sliding", {}, 4),
+    "mistral": ("tiny-mistral", {}, 2),
+    "gemma3": ("tiny-gemma3-text", {}, 2),
+    "mixtral": ("tiny-mixtral", {}, 2),
+    "qwen2-moe": ("tiny-qwen2-moe", {}, 4),
+    "qwen2-moe-sliding": ("tiny-qwen2-moe-sliding", {}, 2),
+    "olmo2": ("tiny-olmo2", {}, 2),
+    "four ranks and parts of heads side by side": ("tiny-olmo2", {}, 4),
+    "deepseek-v2": ("tiny-deepseek-v2", {}, 2),
+    "three ranks and experts": ("tiny-qwen3-moe", {"num_attention_heads": 6, "num_key_value_heads": 3}, 3),
+}
+UNCUT = {"tiny-gpt-oss", "tiny-gpt2", "tiny-opt"}  # transformers has no plan for them
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +138,11 @@ def random_biases(folder: Path) -> None:
 # ---- what they compute
 
 
-@pytest.mark.parametrize("cut", list(CUTS))
+@pytest.mark.parametrize("cut", [*CUTS, *FAMILIES])
 def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path) -> None:
     """In float32, whatever is cut and whatever stays whole; by the recorded forward where one rank has it. The planner
     knows the bytes of its weights. One of them captures all steps that a CPU captures, and finds them right."""
-    shape, changes, ranks = CUTS[cut]
+    shape, changes, ranks = (CUTS | FAMILIES)[cut]
     make_checkpoint(tmp_path, shape, dtype="float32", **two_layers(shape), **changes)
     if cut == "biases":
         random_biases(tmp_path)
@@ -144,6 +159,18 @@ def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path)
         assert engine.model.sum_order.endswith(f"x{ranks}")
         assert (engine.decode is None) == engine.model.latent  # as with one rank
         assert engine.decode is None or engine.decode.sizes[-1] == rows
+
+
+def test_every_tiny_family_is_cut_or_refused() -> None:
+    """None is forgotten here, and one for which a later transformers has a plan is noticed."""
+    refused = set()
+    for family, values in TINY.items():
+        try:
+            check_plan(AutoConfig.for_model(values["model_type"]), 2)
+        except CheckpointRefused:
+            refused.add(f"tiny-{family}")
+    assert refused == UNCUT
+    assert {shape for shape, _, _ in (CUTS | FAMILIES).values()} == {f"tiny-{family}" for family in TINY} - UNCUT
 
 
 def test_each_layer_is_planned_with_its_own_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
