@@ -138,6 +138,8 @@ def _load_ranks(
     check_settings(settings, size, device.type)  # before anything is started
     folder = checkpoint.resolve(settings.model)
     check_plan(read_config(folder), size)
+    if settings.weight_cache != "off":
+        say("weight_cache: without effect on weights, because its files have whole ones and each rank packs its part")
     options = {"path": str(folder), **_options(settings)}
     name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
     ranks = Ranks(size, {**options, "dtype": name, "threads": threads, "sum_order": settings.sum_order})

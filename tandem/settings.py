@@ -151,7 +151,7 @@ class Settings(BaseSettings):
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
     host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in
-    memory)."""
+    memory, as ranks always have of their parts)."""
     weight_cache_gib: Annotated[float, Field(gt=0, le=65536)] = 32.0
     """Its maximum size; the files that were used longest ago are removed first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

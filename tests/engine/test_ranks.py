@@ -437,9 +437,11 @@ def test_loading_takes_the_memory_of_a_part(
 
 
 def test_each_rank_of_a_worker_holds_its_part(large: Path) -> None:
-    """Once, also while it loads. By a process of its own, as in a worker: a copy of this one has this one's heap."""
+    """Once, also while it loads. By a process of its own, as in a worker: a copy of this one has this one's heap. The
+    log says that the weight cache keeps none of it."""
     lines: list[str] = []
-    with engine_of(large, 2, say=lines.append, copies=nullcontext, dtype="float32") as (engine, _):
+    given: dict[str, Any] = {"dtype": "float32", "weight_cache": "auto"}
+    with engine_of(large, 2, say=lines.append, copies=nullcontext, **given) as (engine, _):
         assert engine.model.ranks is not None
         (other,) = engine.model.ranks.memory
         assert other.after - other.before <= allowed(large)
@@ -450,6 +452,7 @@ def test_each_rank_of_a_worker_holds_its_part(large: Path) -> None:
         whole = (large / "model.safetensors").stat().st_size
         assert engine.model.weight_bytes == pytest.approx(whole, rel=0.01)
     assert any("MiB of each rank beyond" in line for line in lines)
+    assert any(line.startswith("weight_cache: ") for line in lines)
 
 
 # ---- the group
