@@ -4,22 +4,35 @@ when a rank's part has changed, and streams that continue elsewhere when a rank 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import torch
 
 from engine import kernels
+from engine.engine_thread import EngineThread
+from engine.runner.model_runner import ModelRunner
 from kvtransfer.types import Peer
 from loadtest.harness.random_checkpoints import make_adapter
+from loadtest.microbench import families
+from tandem.errors import Unavailable
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tests.journey.test_forged import GREEDY
 from tests.journey.test_handoff import harming
 from tests.support import oracle
 from tests.support.faults import Harm, only_first, slow_down
 from tests.support.memory import block_view
+from tests.support.muxed import decoded
 from tests.support.quantised import rounded
 from tests.support.rank_copies import rank_copies
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(
     kernels.serving(kernels.CPU) == kernels.REFERENCE, reason="ranks need the compiled operators"
@@ -35,31 +48,72 @@ def copies() -> Iterator[list[Any]]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "transport"),
-    [(2, 2, "nixl"), (1, 2, "nixl"), (2, 1, "nixl"), (4, 2, "inprocess"), (1, 4, "inprocess")],
-)
+async def between(prefill: Any, decode: Any, prompt: list[int]) -> list[int]:
+    """The answer of this pair, of which nothing is cached on either worker."""
+    pair = f"{prefill.worker_id} {decode.worker_id}"
+    request = decode_pb2.DecodeRequest(
+        request_id=f"{pair} {len(prompt)}",
+        attempt=1,
+        token_ids=prompt,
+        prompt_tokens=len(prompt),
+        max_tokens=NEW,
+        sampling=GREEDY,
+        cache_salt=pair.encode(),
+        prefill=common_pb2.WorkerRef(
+            worker_id=prefill.worker_id, incarnation=prefill.incarnation, address=prefill.address
+        ),
+    )
+    async with grpc.aio.insecure_channel(decode.address) as channel:
+        return await decoded(decode_pb2_grpc.DecodeServiceStub(channel), request)
+
+
 async def test_pools_of_any_two_sizes_give_the_tokens_of_transformers(
-    inside: Any, tiny: Path, prefill: int, decode: int, transport: str
+    inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests at once, also over NIXL; four ranks share two KV heads. The pair is like any other, and records,
-    receipts and the doctor have both sizes."""
-    prompts = oracle.prompts(tiny, LENGTHS)
-    sizes = {"prefill_tp": prefill, "decode_tp": decode, "transport": transport, "speculation": "ngram"}
-    async with inside(**sizes) as cluster:
+    """KV over NIXL in each pair of workers with one, two and four ranks, of which four share the two KV heads of some
+    layers; then many requests at once. Records, receipts and the doctor have both sizes, and the doctor the speed."""
+    few = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    two = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    monkeypatch.setitem(families.MORE, "gemma4_text", families.MORE.get("gemma4_text", {}) | few | two)
+    families.make("gemma4_text", tmp_path)
+    prompts = oracle.prompts(tmp_path, LENGTHS)
+    read: Counter[tuple[str, str]] = Counter()
+
+    def counting(inner: Any, reader: str) -> Harm:
+        return Harm(inner, before=lambda _, peer, pairs: read.update({(peer.worker_id, reader): len(pairs)}))
+
+    given = {"model": str(tmp_path), "transport": "nixl", "speculation": "ngram", "wrap": counting}
+    async with inside(prefill=0, decode=0, **given) as cluster:
+        size_of: dict[str, int] = {}
+        for tp in (1, 2, 4):
+            cluster.settings = cluster.settings.model_copy(update={"prefill_tp": tp, "decode_tp": tp})
+            for name in (f"prefill-{tp}", f"decode-{tp}"):
+                size_of[name] = (await cluster.start_worker(name)).record().tp
+        assert list(size_of.values()) == [1, 1, 2, 2, 4, 4]
+        await cluster.seen(6)
+        pairs = list(
+            itertools.product(*([name for name in size_of if name.startswith(role)] for role in ("prefill", "decode")))
+        )
+        for pair in pairs:
+            prefill, decode = (cluster.workers[name] for name in pair)
+            assert await between(prefill, decode, prompts[-1]) == oracle.greedy(tmp_path, prompts[-1], NEW)
+        assert read == dict.fromkeys(pairs, -(-len(prompts[-1]) // cluster.settings.block_size))
         client = cluster.client
         answers = await asyncio.gather(
             *(client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True) for prompt in prompts)
         )
         for answer, prompt in zip(answers, prompts, strict=True):
-            assert answer.token_ids == oracle.greedy(tiny, prompt, NEW)
-            assert answer.receipt.path == "disaggregated"
-            assert answer.receipt.attempts == 1
-            assert (answer.receipt.prefill_tp, answer.receipt.decode_tp) == (prefill, decode)
-        (pair,) = (await client.diagnose()).pairs
-        assert (pair.compatible, pair.prefill_tp, pair.decode_tp) == (True, prefill, decode)
-        sizes_of = {worker.role: worker.tp for worker in await client.workers()}
-        assert (sizes_of["prefill"], sizes_of["decode"]) == (prefill, decode)
+            assert answer.token_ids == oracle.greedy(tmp_path, prompt, NEW)
+            receipt = answer.receipt
+            assert (receipt.path, receipt.attempts) == ("disaggregated", 1)
+            assert receipt.prefill_tp == size_of[receipt.prefill_worker]
+            assert receipt.decode_tp == size_of[receipt.decode_worker]
+        assert {worker.worker_id: worker.tp for worker in await client.workers()}.items() >= size_of.items()
+        found = (await client.diagnose()).pairs
+        assert {(pair.prefill_worker, pair.decode_worker) for pair in found} == set(pairs)
+        for pair in found:
+            assert (pair.compatible, pair.bytes_per_second > 0) == (True, True), pair
+            assert (pair.prefill_tp, pair.decode_tp) == (size_of[pair.prefill_worker], size_of[pair.decode_worker])
         assert await cluster.ledgers_balance()
 
 
@@ -167,3 +221,92 @@ async def test_streams_go_on_elsewhere_when_a_rank_is_lost(
         ledger = await cluster.workers["decode-1"].ledger()
         assert not ledger.faults
         assert not ledger.entries
+
+
+def unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 goes on after a step that a lost rank has not finished."""
+    forward = ModelRunner.forward
+
+    def going_on(model: ModelRunner, pages: Any, batch: Any) -> torch.Tensor:
+        try:
+            return forward(model, pages, batch)
+        except Unavailable:
+            return torch.zeros(len(batch.logits_at), model.vocab_size)
+
+    monkeypatch.setattr(ModelRunner, "forward", going_on)
+    monkeypatch.setattr(EngineThread, "abandon", lambda *_: None)
+
+
+class DyingRanks:
+    """The first read of a request is held until rank 1 of a worker is dead: of the reader, then, while its source is in
+    the second step of the prompt, of the source."""
+
+    def __init__(self, copies: list[Any]) -> None:
+        self.cluster: Any = None
+        self.role, self.lost = "decode", list[str]()
+        self._copies = copies
+        self._reading, self._dead = threading.Event(), asyncio.Event()
+        self._here = asyncio.get_running_loop()
+
+    def wrap(self, inner: Any, reader: str) -> Harm:
+        async def hold(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+            role, self.role = self.role, self.role.replace("decode", "")  # other parts are read at the same time
+            if role == "decode":
+                self._kill(reader)
+                await until(lambda: self.cluster.workers[reader].engine.ranks.lost)
+            elif role == "prefill":
+                self._reading.set()
+                async with asyncio.timeout(60):
+                    await self._dead.wait()
+                self.role = ""
+
+        return Harm(inner, before=hold)
+
+    def watch(self, worker: Any) -> None:
+        run, steps = worker.engine.model.run, itertools.count(1)
+        worker.engine.decode = None  # every step is a forward
+
+        def dying(*given: Any) -> torch.Tensor:
+            if self.role == "prefill" and worker.role == "prefill" and next(steps) == 2:
+                assert self._reading.wait(60)
+                self._kill(worker.worker_id)
+                self._here.call_soon_threadsafe(self._dead.set)
+            return run(*given)  # type: ignore[no-any-return]
+
+        worker.engine.model.run = dying
+
+    def _kill(self, worker: str) -> None:
+        self.lost.append(worker)
+        self._copies[list(self.cluster.workers).index(worker)].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["as it is", "control"])
+async def test_a_rank_that_dies_during_a_handoff_costs_an_attempt_and_no_token(
+    inside: Any, tiny: Path, copies: list[Any], noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the decode worker, then one of the prefill worker in a step, each while blocks are read: another worker
+    serves, and the ledgers of the living balance. In the control, where rank 0 goes on alone, digests do not help."""
+    if not noticed:
+        unnoticed(monkeypatch)
+    dying, count = DyingRanks(copies), 2 if noticed else 1
+    async with inside(prefill=count, decode=count, prefill_tp=2, decode_tp=2, wrap=dying.wrap) as cluster:
+        dying.cluster = cluster
+        for worker in cluster.workers.values():
+            dying.watch(worker)
+        for prompt, dying.role in zip(oracle.prompts(tiny, [149, 150]), ("decode", "prefill"), strict=True):
+            done = await cluster.client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
+            receipt = done.receipt
+            assert (receipt.path, receipt.attempts) == ("disaggregated", 2 if noticed else 1), receipt.notes
+            assert (done.token_ids == oracle.greedy(tiny, prompt, NEW)) is noticed
+            assert noticed == (dying.lost[-1] not in (receipt.prefill_worker, receipt.decode_worker))
+        assert [name.partition("-")[0] for name in dying.lost] == ["decode", "prefill"]
+        if noticed:
+            for name in dying.lost:
+                async with asyncio.timeout(10):
+                    with pytest.raises(Unavailable, match="a rank of this worker is lost"):
+                        await cluster.workers[name].wait()
+            for name in cluster.workers.keys() - dying.lost:
+                await until(lambda name=name: not cluster.held()[name])
+                ledger = await cluster.workers[name].ledger()
+                assert not ledger.faults
+                assert not ledger.entries
