@@ -30,7 +30,7 @@ def read(shapes: Shapes, config: dict[str, Any], attend: list[str], layers: int)
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         return ((1, latent, rope),) * layers, f"latent attention: {latent} + {rope} elements per token and layer"
     heads, dim = _heads(config)
-    found = [of_module(module, shapes, config) for module in attend if _is_a_layer(module, config)]
+    found = [_of_module(module, shapes, config) for module in attend if _is_a_layer(module, config)]
     kinds = Counter(found or [_of_config(config, heads, dim)])
     if len(kinds) == 1:
         (call,) = kinds
@@ -57,7 +57,7 @@ def _heads(config: dict[str, Any]) -> tuple[int, int]:
     return heads, config.get("head_dim") or first(config, "hidden_size", "n_embd", "d_model") // heads
 
 
-def of_module(module: str, shapes: Shapes, config: dict[str, Any]) -> Call:
+def _of_module(module: str, shapes: Shapes, config: dict[str, Any]) -> Call:
     """The call of one attention module, which has a K projection. Raises CheckpointRefused."""
 
     def rows(name: str) -> int:

@@ -6,7 +6,6 @@ projections. If there are fewer KV heads than ranks, several ranks hold the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,43 +13,32 @@ from engine.core.packing_scheme import Scheme, scheme_of
 from engine.core.weight_formats import GROUP, group_of_part
 from planner.capacity import CHECKPOINT, Shape, capacity, product_shapes, sizes, tensors
 from planner.experts import MARK
-from planner.kv_calls import of_module
 from planner.packed import Codings, Shapes
 from tandem.checkpoint import read_json
 from tandem.errors import CheckpointRefused, SettingsError
 
-PREFIXES = ("model.", "transformer.", "language_model.")  # of the base model in the names of a checkpoint
 KV = (".k_proj", ".v_proj")
-HEAD = "lm_head"
 RANKS = (1, 2, 4, 8, 16)
-DOWN = ("down_proj", ".w2")  # of experts: these take what the others give
-TABLES = ("embed_tokens.weight", "wte.weight")
 
 
 def of_ranks(shape: Shape, folder: Path, ranks: int, weights: str = CHECKPOINT) -> Shape:
     """The same model, served by `ranks` ranks with products in the format `weights`. Raises CheckpointRefused with the
     reason if it cannot be cut for them."""
-    from engine.loading.module_loader import read_config  # imports transformers and torch: only if it is asked for
-    from engine.parallel.tp_plan import CUT, GATHERED, check_plan
+    from engine.loading.module_loader import part_shapes, read_config  # import torch: only if they are asked for
+    from engine.parallel.tp_plan import check_plan
 
     config = read_config(folder)
     check_plan(config, ranks)
-    text = config.get_text_config()
-    plan, about = text.base_model_tp_plan or {}, text.to_dict()
+    plan = config.get_text_config().base_model_tp_plan or {}
     asked = read_json(folder / "config.json").get("quantization_config") or {}
     shapes, _, codings = tensors(folder, asked)
     if shape.ready and codings is None:
         raise CheckpointRefused("a checkpoint that is quantised by another method is not served by several ranks")
 
-    def kv_heads(module: str) -> int:
-        return of_module(module, shapes, about)[0]
-
     cut = any(name.endswith(KV) and style == "colwise" for name, style in plan.items())
     if cut and (uneven := [heads for heads, _, _ in shape.calls if heads % ranks and ranks % heads]):
         raise CheckpointRefused(f"{uneven[0]} KV heads cannot be shared evenly by {ranks} ranks")
-    own = {
-        name: _part(name, size, _cut_of(name, plan, CUT), ranks, kv_heads, GATHERED) for name, size in shapes.items()
-    }
+    own = part_shapes(folder, config, shapes, ranks)
     if weights == "int4":
         _check_groups({name: (size[1], own[name][1]) for name, size in product_shapes(shapes).items()}, ranks)
     if codings is not None:
@@ -85,65 +73,6 @@ def _of_part(codings: Codings, whole: Shapes, own: Shapes, scheme: Scheme) -> Co
         else:
             found[name] = format, part
     return found
-
-
-def _by_tokens(name: str) -> bool:
-    """Whether a tensor has a row for each token: the embedding, or a head that is not tied to it."""
-    return name.endswith(TABLES) or name == f"{HEAD}.weight"
-
-
-def _cut_of(name: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
-    """The style by which the plan cuts a tensor of the files."""
-    module = _module(name)
-    pattern = ".".join("*" if part.isdigit() else part for part in module.split("."))
-    style = plan[pattern] if pattern in plan else _of_expert(pattern, plan, cut)
-    return style if style in cut else None
-
-
-def _of_expert(pattern: str, plan: dict[str, str], cut: frozenset[str]) -> str | None:
-    """The style for one expert's product in the files, None for any other tensor. In the model, the experts' are one
-    tensor, and gate and up as well. The module of all experts may have another name there (Mixtral's)."""
-    home, mark, own = pattern.partition(MARK)
-    if not mark:
-        return None
-    stacks = [key for key in plan if MARK in key and plan[key] in cut]
-    same = [key for key in stacks if key.startswith(home + MARK)] or stacks
-    down = own.endswith(DOWN)
-    style = next((plan[key] for key in same if key.endswith(DOWN) is down), None)
-    return style and style.removeprefix("packed_")
-
-
-def _module(name: str) -> str:
-    """The module of a tensor of the files, as plans name it."""
-    module = name.removesuffix(".weight").removesuffix(".bias")
-    for prefix in PREFIXES:
-        module = module.removeprefix(prefix)
-    return module
-
-
-def _part(
-    name: str,
-    size: tuple[int, ...],
-    style: str | None,
-    ranks: int,
-    kv_heads: Callable[[str], int],
-    gathered: frozenset[str],
-) -> tuple[int, ...]:
-    """What a rank has of a tensor of the files. `kv_heads`: of an attention module; layers may differ. `gathered`: the
-    styles by which what cannot be shared stays whole. Raises CheckpointRefused, as the engine does."""
-    if _by_tokens(name):
-        return (size[0] if size[0] % ranks else size[0] // ranks, *size[1:])
-    if style is None or (name.endswith(".bias") and style.startswith("rowwise")):
-        return size
-    if _module(name).endswith(KV) and style == "colwise":
-        ranks = min(ranks, kv_heads(name.rpartition(".")[0].rpartition(".")[0]))
-    at = len(size) - (1 if "rowwise" in style or len(size) == 1 else 2)
-    each = size[at] // 2 if style.startswith("packed_") else size[at]  # of two weights in one
-    if each % ranks:
-        if style in gathered:
-            return size  # whole on every rank
-        raise CheckpointRefused(f"{_module(name)} has {each} rows or columns, which {ranks} ranks cannot share")
-    return (*size[:at], size[at] // ranks, *size[at + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

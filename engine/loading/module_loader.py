@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,26 @@ def load_part(source: Source, group: RankGroup, format: str | None, say: Callabl
     left, all_of_it = (sum(each.numel() for each in model.parameters()) / 1e6 for model in (module, shapes))
     say(f"rank {group.rank} of {group.size} has {left:.1f} of {all_of_it:.1f} million parameters")
     return RankPart(served.eval(), own, expected, whole if group.rank == 0 else None)
+
+
+def part_shapes(
+    folder: Path, config: PreTrainedConfig, files: Mapping[str, tuple[int, ...]], ranks: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of what one of `ranks` has of each tensor of the files, by their shapes; no weight is read. Raises
+    CheckpointRefused with the reason where the model cannot be cut."""
+    group: Any = SimpleNamespace(rank=0, size=ranks)  # all ranks have parts of the same shapes
+    with _loading(folder, config):
+        model = _shapes(config, torch.float32)
+        own = cut(model, group)
+        parameters = part_loader.parameters_of(files, model)
+    found = dict(files)
+    for name, parameter in parameters.items():
+        if (part := own.parts.get(parameter)) is not None:
+            whole, size = own.shapes[parameter], list(files[name])
+            at = part.dim - len(whole)  # from the end: of several experts' tensors the model makes one
+            size[at] = size[at] * sum(length for _, length in part.stretches) // whole[at]
+            found[name] = tuple(size)
+    return found
 
 
 def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

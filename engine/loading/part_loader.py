@@ -11,7 +11,7 @@ rank in turn and then cut (`load_model` reports it).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -210,6 +210,12 @@ def streamed(shapes: PreTrainedModel, files: WeightFiles, loaded: PreTrainedMode
     finally:
         for handle in handles:
             handle.remove()
+
+
+def parameters_of(keys: Iterable[str], shapes: PreTrainedModel) -> dict[str, str]:
+    """The parameters that are made of these tensors of the files, or of which they are a piece."""
+    mapping, names = get_model_conversion_mapping(shapes), shapes.state_dict()
+    return {key: _parameter_of(key, shapes, mapping, names)[0] for key in keys}
 
 
 def _parameter_of(

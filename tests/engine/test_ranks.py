@@ -33,7 +33,7 @@ from engine.parallel.rank_group import RankGroup, group_memory
 from engine.parallel.tp_plan import check_plan, check_settings
 from engine.parallel.weight_cut import Part
 from engine.runner import captured_steps
-from loadtest.harness.random_checkpoints import TINY, make_checkpoint
+from loadtest.harness.random_checkpoints import SHAPES, TINY, make_checkpoint
 from loadtest.microbench import families
 from planner.capacity import read_shape
 from planner.ranks import fits, of_one_rank, of_ranks
@@ -184,6 +184,14 @@ def test_each_layer_is_planned_with_its_own_kv_heads(tmp_path: Path, monkeypatch
         assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
         kept = sum(view[0].nbytes for view in (*engine.pages.k, *engine.pages.v))
         assert of_one_rank(planned).block_bytes(BLOCK, "float32") == kept
+
+
+def test_experts_that_files_and_model_name_unlike_are_planned(tmp_path: Path) -> None:
+    """By the parameters that the engine makes of them."""
+    families.make("granitemoe", tmp_path)
+    planned = of_ranks(read_shape(tmp_path), tmp_path, 2)
+    with engine_of(tmp_path, 2) as (engine, _):
+        assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
 
 
 def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,13 +598,17 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(tiny: Path, monkeypatch: py
         ("tiny-llama", {"hidden_size": 96, "num_attention_heads": 6}, 3, "2 KV heads"),
         ("tiny-llama", {"intermediate_size": 65}, 2, "mlp.* has 65 rows or columns, which 2 ranks cannot share"),
         ("tiny-deepseek-v32", {}, 2, "layers of type indexed_attention"),
+        ("gpt_neox", {}, 2, "query_key_value, of whose rows Tandem does not know how they follow heads"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(
     shape: str, changes: dict[str, Any], ranks: int, why: str, tmp_path: Path
 ) -> None:
     """With the reason, by a worker and by the planner."""
-    make_checkpoint(tmp_path, shape, dtype="float32", **changes)
+    if shape in SHAPES:
+        make_checkpoint(tmp_path, shape, dtype="float32", **changes)
+    else:
+        families.make(shape, tmp_path)
     with pytest.raises(CheckpointRefused, match=why):
         of_ranks(read_shape(tmp_path), tmp_path, ranks)
     with pytest.raises(CheckpointRefused, match=why), engine_of(tmp_path, ranks):
