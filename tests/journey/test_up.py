@@ -32,6 +32,7 @@ from engine import kernels
 from engine.kernels.weight_cache import KEPT
 from tandem.client import Client
 from tandem.cluster_results import Worker
+from tandem.rpc.addresses import host_port
 from tests.support import oracle
 from tests.support.harness import Process
 from tests.support.processes import alive, kill
@@ -50,8 +51,9 @@ class Up:
         self.mark = f"TDM_MARK={secrets.token_hex(8)}"
         self.http = ""
         self.logs = Path(settings.get("logs", "."))
-        self.port = free_port("127.0.0.1", 0, "port")
-        self.target = f"127.0.0.1:{self.port}"
+        self.host = settings.get("host", "127.0.0.1")
+        self.port = free_port(self.host, 0, "port")
+        self.target = host_port(self.host, self.port)
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         env |= {f"TANDEM_{key.upper()}": value for key, value in settings.items()}
         env.update([self.mark.split("=")])
@@ -79,8 +81,8 @@ class Up:
     def assert_nothing_left(self, within_s: float) -> None:
         wait_until(lambda: not self.marked(), within_s, self.marked)
         wait_until(lambda: set(os.listdir("/dev/shm")) <= self.segments, within_s)  # others may have one for a moment
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port must be free"
+        with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+            assert probe.connect_ex((self.host, self.port)) != 0, "the port must be free"
 
     def tandem(self, *arguments: str) -> Result:
         """In this process, which has imported what the command needs."""
@@ -97,11 +99,20 @@ def up(model: Path | str, *arguments: str, **settings: str) -> Iterator[Up]:
         kill(running.marked())
 
 
+def loopback() -> str:
+    """That of IPv6, for which addresses are written in another way, where the machine has it."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return "::1"
+    return "127.0.0.1"
+
+
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """On IPv6: requests, KV, heartbeats and metrics. All other journeys are on IPv4."""
     options = ("--dtype", "float32", "--http-port", "0", "--routers", "2")
     logs = str(tmp_path_factory.mktemp("kept") / "logs")
-    with up(tiny, *options, local_prefill="never", logs=logs) as running:
+    with up(tiny, *options, local_prefill="never", logs=logs, host=loopback()) as running:
         running.http = running.process.wait_for("http ", 120).split()[1]
         running.process.wait_for("ready ", 120)
         yield running
