@@ -28,6 +28,10 @@ from tests.engine.test_gptq_awq_fp8 import ALL, make
 CPU = torch.device("cpu")
 ON_CPU = gpu.packer(CPU)  # as for CUDA
 MANY = products.FEW + 2
+ORDERED = "gptq with desc_act and zeros"
+OF_A_GPU: dict[str, dict[str, Any]] = {
+    ORDERED: {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+}
 
 
 def random_codes(n: int, k: int, group: int, format: str, zeros: bool = False, seed: int = 0) -> gpu.RowCodes:
@@ -95,15 +99,19 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("awq", "tiny-qwen2"), ("fp8", "tiny-qwen2"), ("awq", "tiny-mixtral"), ("fp8", "tiny-qwen3-moe")],
+    [
+        *(("awq", "tiny-qwen2"), ("fp8", "tiny-qwen2"), ("gptq-4", "tiny-qwen2"), (ORDERED, "tiny-qwen2")),
+        *(("awq", "tiny-mixtral"), ("fp8", "tiny-qwen3-moe")),
+    ],
 )
 def test_a_checkpoint_is_served_in_its_own_size(
     name: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a byte for each weight of AWQ, whose zeros stay beside them; a byte of fp8; experts included. It loads,
-    checks itself, and computes what the plain checkpoint of the same weights does."""
+    """Half a byte for each weight of AWQ and GPTQ, whose zeros stay beside them; a byte of fp8; experts included;
+    columns in another order. It loads, checks itself, and computes what the plain checkpoint of the same weights does.
+    """
     small = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64}
-    quantised, plain = make(tmp_path, ALL[name], shape, **small)
+    quantised, plain = make(tmp_path, (ALL | OF_A_GPU)[name], shape, **small)
     monkeypatch.setattr(adoption, "MEANS", ())
     monkeypatch.setattr(adoption, "SOME", (1, 5))
     monkeypatch.setattr(model_loader, "_packer", lambda *_: ON_CPU)
@@ -122,7 +130,8 @@ def test_a_checkpoint_is_served_in_its_own_size(
         isinstance(each, gpu.RowCodes | gpu.RowStack) and each.format == ("fp8" if name == "fp8" else "int4")
         for each in of
     )
-    assert all((each.zeros is not None) == (name == "awq") for each in of)
+    assert all((each.zeros is not None) == (name in ("awq", ORDERED)) for each in of)
+    assert all((each.order is not None) == (name == ORDERED) for each in of if isinstance(each, gpu.RowCodes))
     expected = load_model(str(plain), dtype=torch.float32, device=CPU, kernels="reference")
     tokens = [index * 7 % 64 for index in range(5)]
     logits = [each.forward(each.allocate(3), pack([(tokens, 0, [2, 0, 1])])) for each in (model, expected)]
