@@ -57,6 +57,9 @@ class CudaKernel(Protocol):
     ) -> torch.Tensor:
         """As `engine.attention.paged.attend`."""
 
+    def write_quantised(self, pages: torch.Tensor, scales: torch.Tensor, new: torch.Tensor, step: Step) -> None:
+        """As `engine.attention.paged.write` into quantised pages."""
+
     def tiles(self, step: Step, facts: tuple[CallFacts, ...]) -> dict[Any, Any]:
         """Tensors of a step by their key in its `plans`: what a recording takes besides a step's own."""
 

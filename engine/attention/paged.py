@@ -88,6 +88,8 @@ def write(pages: torch.Tensor, scales: torch.Tensor | None, new: torch.Tensor, s
             pages[block, offset] = new.to(pages.dtype)
     elif step.compiled and new.dtype in kernels.DTYPES:
         torch.ops.tandem.write_quantised.default(pages, scales, new, block, offset)
+    elif step.cuda_kernel is not None:
+        step.cuda_kernel.write_quantised(pages, scales, new, step)
     else:
         elements, own = quantise(new, pages.dtype)
         pages.view(torch.uint8)[block, offset] = elements.view(torch.uint8)  # fp8 itself cannot be indexed everywhere

@@ -1,9 +1,10 @@
 """The machine code of the GPU kernels, without a GPU: registers, spills, shared memory and tensor-core instructions.
 
 Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
-Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores,
-adds in an order that follows from the shape of its tile though it has several, or would be compiled again while
-requests run. A GPU's own check hardly sees such an order: it changes few results of 16 bits.
+Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, does not use tensor cores
+(on Hopper those that read shared memory, for tiles of 64 rows and more), copies no tiles ahead, adds in an order that
+follows from the shape of its tile though it has several, or would be compiled again while requests run. A GPU's own
+check hardly sees such an order: it changes few results of 16 bits.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thr
 SUM = r'"tt.reduce"[^\n]*\n(?:\s*\^bb0[^\n]*\n)?\s*%\S+ = arith\.add'
 NATURAL = 2  # of operands of 16 bits, also where they are read from shared memory
 TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
+COPIES = {"a thread": r"\bLDGSTS\b", "the copy engine": r"\bUTMALDG\b"}  # to shared memory, while others are used
 CHANGING = (
     "rows",
     "tokens",
@@ -66,6 +68,7 @@ ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multipl
     *("query", "turned", "k_pages", "v_pages", "out", "q_token", "q_head", "r_token", "r_head"),
     *("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
     *("x", "weight", "bias", "beside", "columns", "ends", "ends_second", "depth", "group", "x_row", "s_col", "w_col"),
+    *("values", "p_part", "p_tile", "p_head", "new", "pages", "n_token", "n_head", "p_block", "p_slot"),
     *("b_row", "o_row", "size", "w_expert", "w_depth", "b_expert", "plan", "chosen", "x_head", "w_head"),
 )
 
@@ -84,6 +87,9 @@ class Code:
     sums: int = 0  # along a dimension of a tile, in an order that follows from the tile's shape
     barriers: int | None = None  # of its longest loop after what that stores; None: it stores nothing
     widths: frozenset[int] = frozenset()  # neighbours along k of a product that one register of an operand holds
+    rows: int = 0  # of a tile
+    of_hopper: int = 0  # of the tensor-core instructions: those that read shared memory for 64 rows at a time
+    copies: int | None = None  # instructions that copy tiles ahead, by what should copy; None: nothing is asked for
 
     @property
     def problem(self) -> str:
@@ -96,7 +102,11 @@ class Code:
             return "sums whose order follows from the shape of a tile"
         if self.kernel.startswith("attend") and self.barriers == 0:  # other threads load what the loop stores
             return "no barrier after what its loop stores"
-        return "no tensor cores" if self.products and not self.tensor_cores else ""
+        if self.products and not self.tensor_cores:
+            return "no tensor cores"
+        if self.products and self.architecture == 90 and self.rows >= 64 and not self.of_hopper:
+            return "tensor cores as Ampere has them"
+        return "no copies ahead" if self.products and self.copies == 0 else ""
 
 
 def attention(
@@ -273,7 +283,33 @@ def of_rows(architecture: int) -> Iterator[Code]:
         (product_kernels.rotate, {"HEADS": 16, "HALF": 64}),
         (product_kernels.gated, {"ACT": 0, "TILE": products.NORM_ELEMENTS}),
     ):
-        code = compiled(kernel.__name__, kernel, fixed, types, architecture, options)
+        fused = {} if kernel is product_kernels.gated else {"enable_fp_fusion": False}
+        code = compiled(kernel.__name__, kernel, fixed, types, architecture, options | fused)
+        yield replace(code, products=False)
+
+
+def of_pages(architecture: int) -> Iterator[Code]:
+    """What merges the parts of a single query, and what writes quantised pages."""
+    from engine.gpu.attention import kernels, page_kernel, paged_attention
+    from engine.kv.kv_quantization import LARGEST
+
+    types = dict.fromkeys(("values", "tops", "sums"), "*fp32") | dict.fromkeys(("sinks", "out"), "*bf16")
+    types |= dict.fromkeys(("starts", "contexts", "tile_sequence"), "*i32")
+    for dim, reach in ((128, kernels.FULL), (512, kernels.WINDOW)):
+        fixed: dict[str, Any] = {
+            "V_DIM": dim,
+            "V_PAD": dim,
+            "SPLIT": SPLIT_KEYS,
+            "REACH": reach,
+            "SINKS": reach == kernels.WINDOW,
+        }
+        code = compiled(f"merge parts, {dim}", kernels.merge, fixed, types, architecture, paged_attention.MERGE)
+        yield replace(code, products=False)
+    types = {"new": "*bf16", "blocks": "*i64", "slots": "*i64", "scales": "*i16", "p_block": "i64", "s_block": "i64"}
+    for elements, pointer in ((torch.int8, "*i8"), (torch.float8_e4m3fn, "*u8")):
+        fixed = {"MOST": LARGEST[elements], "FP8": pointer == "*u8", "HEADS": 8, "SIZE": 128}
+        options, name = {"num_warps": 4, "enable_fp_fusion": False}, f"write {pointer[1:]} pages"
+        code = compiled(name, page_kernel.write_heads, fixed, types | {"pages": pointer}, architecture, options)
         yield replace(code, products=False)
 
 
@@ -375,6 +411,9 @@ def compiled(
     widths |= {NATURAL} if re.search(r"warp_group_dot|tc_gen5_mma", layouts) else set()
     sums = len(re.findall(SUM, layouts))
     own = Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
+    by = "the copy engine" if any("tensordesc" in one for one in signature.values()) else "a thread"
+    copies = len(re.findall(COPIES[by], code)) if options.get("num_stages", 1) > 1 else None
+    own = replace(own, rows=constants.get("ROWS", 0), copies=copies, of_hopper=len(re.findall("HGMMA", code)))
     return replace(own, sums=sums, widths=frozenset(widths), barriers=barriers(made.asm["ptx"]))
 
 
@@ -482,6 +521,7 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
         yield from (replace(code, products=False) for code in mixture(architecture))
         yield norm(architecture, 4096)
         yield from of_rows(architecture)
+        yield from of_pages(architecture)
         yield digest(architecture)
         yield sampling(architecture)
         yield from recurrences(architecture, variants)

@@ -65,6 +65,7 @@ def test_nothing_is_spilled_and_attention_uses_tensor_cores(said: tuple[str, str
     assert told.count("experts 1536 x 2048") == 3
     assert told.count("plan of pairs") == told.count("clamped gate") == told.count("mix") == 1
     assert told.count("place_heads") == told.count("rotate") == 1
+    assert told.count("merge parts") == told.count("write i8 pages") + told.count("write u8 pages") == 2
     assert told.count("gated") == 2  # gates, and the delta rule
     assert told.count("digest") == told.count("sampling") == 1
     assert {told.count(one) for one in ("delta 128 x 128", "scan", "short convolution")} == {2}
@@ -90,11 +91,14 @@ def test_the_tightest_tiles_fit(said: tuple[str, str]) -> None:
         (Code("k", 90, 90, 0, 20_000, 0), "tensor cores"),
         (Code("k", 90, 90, 0, 20_000, 16, sums=1), "order"),
         (Code("attend 64, prompts", 90, 90, 0, 20_000, 16, barriers=0), "barrier"),
+        (Code("k", 90, 90, 0, 20_000, 16, rows=64, of_hopper=4, copies=4), ""),
+        (Code("k", 90, 90, 0, 20_000, 16, rows=64, copies=4), "as Ampere has them"),
+        (Code("k", 90, 90, 0, 20_000, 16, rows=16, copies=0), "no copies"),
     ],
 )
 def test_control_each_problem_is_one(code: Code, problem: str) -> None:
     """A stack, too much shared memory, no tensor cores, sums that no product makes, values that another thread may
-    load too early."""
+    load too early, the instructions of an older GPU, and a loop that Triton does not pipeline."""
     assert problem in code.problem
     assert bool(code.problem) == bool(problem)
 

@@ -17,14 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
+from engine.attention import paged
 from engine.attention.forward_context import Batch, Step
 from engine.gpu import codes, layers, product_kernels, products
-from engine.gpu.attention import paged_attention
+from engine.gpu.attention import page_kernel, paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import weight_quantization
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps, traced_forward
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -52,6 +53,7 @@ class Kernels(TorchDispatchMode):
         for module, names in (
             (product_kernels, ("linear", "rms_norm", "rotate", "gated", "place_heads")),
             (paged_attention, ("attend", "merge")),
+            (page_kernel, ("write_heads",)),
         ):
             for name in names:
                 monkeypatch.setattr(module, name, Noted(name, getattr(module, name), self.seen))
@@ -83,10 +85,10 @@ def short() -> Iterator[None]:
         yield
 
 
-def on_gpu(family: str, folder: Path, weights: str = "") -> ModelRunner:
+def on_gpu(family: str, folder: Path, weights: str = "", kv_dtype: KvDtype = "auto") -> ModelRunner:
     """A model of two narrow layers with attention and products as on CUDA, by modules; with `weights` over codes."""
     made = make_checkpoint(folder / family, f"tiny-{family}", dtype="float32", **SMALL)
-    model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference")
+    model = load_model(str(made), dtype=torch.float32, device=CPU, kernels="reference", kv_dtype=kv_dtype)
     model.cuda_kernel = TritonAttention(model.max_model_len)
     if weights:
         assert weight_quantization.apply(model.module, weights, codes.packer(CPU)) == 15
@@ -133,6 +135,38 @@ def test_a_layer_is_few_kernels(family: str, weights: str, tmp_path: Path, monke
     alone = model.forward(pages, Batch([3], [20], [1], [21], [[4, 1]], [0]))
     pages.buffer.copy_(before)
     assert torch.equal(model.forward(pages, MIXED)[:1], alone)
+
+
+def test_quantised_pages_are_written_by_one_kernel_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer stays few kernels, and the pages' bytes are those that plain PyTorch writes. Control: its operators alone
+    would be more."""
+    model = on_gpu("qwen3", tmp_path, kv_dtype="int8")
+    assert traced_forward.install(model) == "recorded"
+    recorded, counts, kept = model.recorded, [], []
+    for model.recorded in (recorded, None):
+        pages = model.allocate(6)
+        pages.buffer.zero_()
+        with monkeypatch.context() as patch, Kernels(patch) as kernels:
+            if model.recorded is None:
+                patch.setattr(TritonAttention, "write_quantised", written_by_torch)
+            model.forward(pages, SINGLE)
+        kept.append(pages.buffer.clone())
+        places = [at for at, name in enumerate(kernels.seen) if name == "attend"]
+        counts.append(places[1] - places[0])
+        written = [name for name in kernels.seen if name == "write_heads"]
+        assert len(written) == (4 if model.recorded is not None else 0)
+    assert counts == [MOST_KERNELS, 59]
+    assert kept[0].any()
+    assert torch.equal(*kept)
+
+
+def written_by_torch(
+    kernel: TritonAttention, pages: torch.Tensor, scales: torch.Tensor, new: torch.Tensor, step: Step
+) -> None:
+    where: Any = SimpleNamespace(
+        compiled=False, cuda_kernel=None, slot_block=step.slot_block, slot_offset=step.slot_offset
+    )
+    paged.write(pages, scales, new, where)
 
 
 def test_a_fusion_that_computes_otherwise_is_not_used(

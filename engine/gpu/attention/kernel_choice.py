@@ -6,6 +6,7 @@ A kernel that differs from the reference is not used; calls that the kernel refu
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -91,7 +92,18 @@ def differs(
             gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN
                 return f"differs from it by {gap:.2g} for {fact.reach} attention of {batch.query_lens} new tokens"
+        if kept is not None and (problem := trial.failing(partial(_writes_differ, pages, dtype))):
+            return problem
     return None
+
+
+def _writes_differ(pages: KvCache, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernel that writes quantised pages."""
+    from engine.gpu.attention import quantised_pages  # as in `candidate`
+
+    both = (pages.k[0], pages.k_scales[0]), (pages.v[0], pages.v_scales[0])
+    found = (quantised_pages.differs(view, scales, dtype) for view, scales in both if scales is not None)
+    return next((problem for problem in found if problem is not None), None)
 
 
 def _expansion(

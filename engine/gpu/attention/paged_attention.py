@@ -23,6 +23,7 @@ import torch
 
 from engine.attention.forward_context import Scales, Step
 from engine.attention.mla import Expanded
+from engine.gpu.attention import quantised_pages as _registered  # noqa: F401
 from engine.gpu.attention.kernels import CHUNK, FULL, WINDOW, attend, merge
 from engine.gpu.attention.latent import absorbed, expanded
 from engine.gpu.operators import BLACKWELL, HOPPER, capability_of, operator, ops, power_of_two
@@ -36,6 +37,7 @@ MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in mem
 LARGEST_HEAD = 512
 MOST_REGISTERS = 255  # of a thread: ptxas stops earlier to fit more programs, and then spills some
 WARPS = 8  # of a program with a tile of several queries
+MERGE = {"num_warps": 4}  # of the kernel `merge`
 LEAST_WGMMA = 64  # rows of a product by the instruction of Hopper
 LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
 
@@ -165,6 +167,10 @@ class TritonAttention:
         )  # fmt: skip
         return out
 
+    def write_quantised(self, pages: torch.Tensor, scales: torch.Tensor, new: torch.Tensor, step: Step) -> None:
+        """`new [total, kv_heads, d]` into the step's slots of pages, and their scales."""
+        ops.write_quantised.default(pages, scales, new, step.slot_block, step.slot_offset)
+
     def tiles(self, step: Step, facts: tuple[CallFacts, ...]) -> dict[Any, tuple[Tiles, Tiles]]:
         """Those of a step by their key in its `plans`: what a recording takes besides a step's tensors."""
         sizes = {queries_of(fact, step.pages.k[call]) for call, fact in enumerate(facts)}
@@ -254,7 +260,7 @@ class _Launch:
         sinks, starts, contexts, _ = self.context
         merge[(count, heads)](
             *kept, sinks, out, starts, contexts, tiles, *places, *out.stride()[:2], self.numbers[2],
-            **same, SINKS=self.facts.sinks, num_warps=4,
+            **same, SINKS=self.facts.sinks, **MERGE,
         )  # fmt: skip
 
     def whole(self, out: torch.Tensor, tiles: torch.Tensor, queries: torch.Tensor) -> None:
