@@ -10,7 +10,7 @@ import torch
 
 from engine.core.progress import Progress
 from engine.core.sequence import Sequence
-from engine.decoding.sampler import choose
+from engine.decoding.sampler import choose, rows_of
 from engine.decoding.speculative import Speculation, agrees
 from engine.decoding.structured_output import Filling
 from tandem.errors import TandemError
@@ -35,7 +35,7 @@ def append_chosen(
     place, going = 0, runs
     while going:
         rows = [run.row + place for run in going]
-        some = logits if len(rows) == len(logits) else logits[rows]
+        some = logits if len(rows) == len(logits) else rows_of(logits, rows)
         masks = filling if place == 0 else None
         chosen = choose(some, [run.sequence for run in going], masks, compiled=compiled)
         still: list[Run] = []

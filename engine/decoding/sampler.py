@@ -28,7 +28,6 @@ import importlib.util
 import math
 import struct
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +37,19 @@ from engine import kernels
 from engine.attention.forward_context import on_device
 from engine.core.sequence import Logprob, Sequence
 from engine.decoding import structured_output
+from engine.decoding.logprobs import logprobs, named, scores
 from engine.decoding.no_token import dead_end, not_finite, nothing_allowed
 from engine.gpu import sampling as gpu_sampling
 from tandem.errors import InternalError, TandemError
-from tandem.sampling import LEAST_LOGPROB, Sampling
+from tandem.sampling import Sampling
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
 # three times slower), and what keeps a GPU busy without taking memory from the pages.
 PASS_ELEMENTS = {"cpu": 2**17, "cuda": 2**22}
 LIKELY = 1024  # likeliest tokens that top-p examines before it sorts the whole vocabulary
+# In place of a token: the model's logits are not finite; the client's limits leave none, whatever the grammar says.
+# `draw` says -1 where no token is left, too.
+NOT_FINITE, STUCK = -2, -3
 
 
 class Choice(NamedTuple):
@@ -66,26 +69,48 @@ def choose(
     """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten. `filling`: the masks
     of sequences with a grammar. `compiled`: by the operator, if there is one."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-    raw = logits[asked] if asked else logits  # [asked, vocab], a copy
+    tops = [sequences[row].sampling.logprobs or 0 for row in asked]
+    raw = at = logits
+    if asked:
+        at = on_device(asked, torch.int64, logits.device)
+        raw = logits[at]  # [asked, vocab], a copy
     finite = _finite(logits, sequences)
     adjust(logits, sequences)
-    failed = _without_tokens(logits, sequences)
+    stuck = _stuck(logits, sequences) if filling else None
     if filling:
-        failed = _mask(logits, sequences, filling) | failed
-    if failed:
-        logits[list(failed)] = 0.0  # tokens drawn there are discarded; infinities must not reach the draw
+        filling.wait()
+        structured_output.apply(logits, filling)
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
     chosen = draw(logits, how, positions, compiled=compiled)
-    tokens: list[int] = (chosen if finite is None else chosen.where(finite, -1)).tolist()  # waits for the device
-    failed |= {row: not_finite(sequences[row]) for row, token in enumerate(tokens) if token < 0}
-    known: dict[int, Logprob] = {}
-    if asked:
-        tops = [sequences[row].sampling.logprobs or 0 for row in asked]
-        known = dict(zip(asked, logprobs(raw, [max(0, tokens[row]) for row in asked], tops), strict=True))
-    return [
-        Choice(None, None, failed[row]) if row in failed else Choice(token, known.get(row))
-        for row, token in enumerate(tokens)
-    ]
+    if stuck is not None:
+        chosen = chosen.masked_fill(stuck, STUCK)
+    if finite is not None:
+        chosen = chosen.where(finite, NOT_FINITE)
+    if not asked:
+        tokens: list[int] = chosen.tolist()  # waits for the device
+        return _choices(tokens, {}, sequences, filling)
+    numbers = scores(raw, chosen[at].clamp(min=0), tops)  # [asked, width]
+    told = torch.cat([chosen.double(), numbers.flatten()]).tolist()  # waits for the device
+    tokens, width = [int(token) for token in told[: len(sequences)]], numbers.shape[1]
+    rows = [told[at : at + width] for at in range(len(sequences), len(told), width)]
+    return _choices(tokens, dict(zip(asked, named(raw, rows, tops), strict=True)), sequences, filling)
+
+
+def _choices(
+    tokens: list[int], known: dict[int, Logprob], sequences: Seq[Sequence], filling: structured_output.Filling | None
+) -> list[Choice]:
+    """What the host makes of the numbers that it has waited for; a token below 0 is none."""
+    masked, failed = (filling.rows, filling.failed) if filling else ([], {})
+    choices: list[Choice] = []
+    for row, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+        error = failed.get(row)
+        if token in (NOT_FINITE, STUCK):
+            error = not_finite(sequence) if token == NOT_FINITE else nothing_allowed(sequence)
+        elif token < 0 and error is None:
+            limited = nothing_allowed if sequence.sampling.restricts else not_finite
+            error = (dead_end if row in masked else limited)(sequence)
+        choices.append(Choice(None, None, error) if error is not None else Choice(token, known.get(row)))
+    return choices
 
 
 def _finite(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | None:
@@ -97,55 +122,15 @@ def _finite(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | No
     return logits.amax(dim=-1).isfinite()
 
 
-def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:
-    """Applies grammars, in place. Returns the rows for which no token is left, and why."""
-    filling.wait()
-    structured_output.apply(logits, filling)
-    return {row: dead_end(sequences[row]) for row in _impossible(logits, filling.rows)} | filling.failed
-
-
-def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int, TandemError]:
-    """The rows in which the client's limits leave no token."""
-    limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
-    if not limited:
-        return {}
-    return {row: nothing_allowed(sequences[row]) for row in _impossible(logits, limited)}
-
-
-def _impossible(logits: torch.Tensor, rows: list[int]) -> list[int]:
-    """Those of the rows in which no token is left."""
-    best = logits[rows].amax(dim=-1).tolist()
-    return [row for row, highest in zip(rows, best, strict=True) if highest == -torch.inf]
-
-
-def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
-    """For each row its token's log probability, and those of its `tops` most likely tokens; of equally likely ones the
-    lowest first, as greedy sampling chooses. Logits in 16 bits are often equal. LEAST_LOGPROB for an impossible
-    token; NaN where the largest is not finite."""
-    norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
-    chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
-    best = logits.topk(min(max(tops) + 1, logits.shape[-1]))  # [rows, widest top and one more]
-    chosen, likely = (each.clamp(min=LEAST_LOGPROB) for each in (chosen, best.values - norm))  # NaN stays
-    numbers = (chosen, likely, best.indices, best.values[:, -1:])
-    rows = torch.cat([each.double() for each in numbers], dim=1).tolist()  # on a GPU the only wait, but for equal ones
-    wide = best.indices.shape[1]
-    found: list[Logprob] = []
-    for at, (row, top) in enumerate(zip(rows, tops, strict=True)):
-        values, ids = row[1 : 1 + wide], row[1 + wide : -1]
-        if any(one == other for one, other in pairwise(values[: top + 1])):
-            ids = _from(logits[at], row[-1])
-        own = row[0] if not math.isnan(row[1]) else math.nan  # beside an infinity: LEAST_LOGPROB looks finite
-        found.append(Logprob(own, [int(token) for token in ids[:top]], values[:top]))
-    return found
-
-
-def _from(logits: torch.Tensor, least: float) -> list[int]:
-    """The tokens with a logit of `least` or more, the largest first; of equal ones the lowest, where `topk` takes any.
-    On the host: a few operators of torch over one row cost more than the row."""
-    row = logits.cpu().numpy()
-    tokens = np.flatnonzero(row >= least)
-    ordered: list[int] = tokens[np.argsort(-row[tokens], kind="stable")].tolist()
-    return ordered
+def _stuck(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor | None:
+    """Where the client's limits leave no token before a grammar is applied, bool [rows]; None without such rows."""
+    both = [row for row, each in enumerate(sequences) if each.sampling.restricts and each.grammar is not None]
+    if not both:
+        return None
+    at = on_device(both, torch.int64, logits.device)
+    stuck = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    stuck[at] = logits[at].amax(dim=-1) == -torch.inf
+    return stuck
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
@@ -304,11 +289,11 @@ def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
     vocab = logits.shape[-1]
     if rows := [row for row, how in enumerate(sampling) if 0 < how.top_k < vocab]:
         counts = [sampling[row].top_k for row in rows]
-        best = _rows(result, rows).topk(max(counts)).values
+        best = rows_of(result, rows).topk(max(counts)).values
         last = on_device([count - 1 for count in counts], torch.int64, logits.device)[:, None]  # [rows, 1]
         _filter(result, rows, best.gather(1, last))
     if rows := [row for row, how in enumerate(sampling) if how.top_p < 1.0]:
-        _filter(result, rows, _nucleus(_rows(result, rows), column([sampling[row].top_p for row in rows])))
+        _filter(result, rows, _nucleus(rows_of(result, rows), column([sampling[row].top_p for row in rows])))
     if rows := [row for row, how in enumerate(sampling) if how.min_p > 0.0]:
         _filter(result, rows, column([sampling[row].min_p for row in rows]))
     return result
@@ -316,15 +301,15 @@ def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
 
 def _filter(result: torch.Tensor, rows: list[int], least: torch.Tensor) -> None:
     """Removes everything below `least` ([rows, 1])."""
-    kept = _rows(result, rows)
+    kept = rows_of(result, rows)
     kept.masked_fill_(kept < least, 0.0)
     if kept is not result:
         result[on_device(rows, torch.int64, result.device)] = kept
 
 
-def _rows(result: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """These rows; a copy unless they are all."""
-    return result if len(rows) == len(result) else result[on_device(rows, torch.int64, result.device)]
+def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows; a copy unless they are all. (Indices in a list would be copied to the device with a wait.)"""
+    return logits if len(rows) == len(logits) else logits[on_device(rows, torch.int64, logits.device)]
 
 
 def _nucleus(result: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def problem(device: torch.device, reference: Sample, uniform: Callable[[int, int
 def forbid(logits: torch.Tensor, bits: torch.Tensor, rows: list[int]) -> None:
     """Makes tokens of these rows of `logits [sequences, vocab]` impossible whose bit in `bits [sequences, words] int32`
     is 0. By torch: xgrammar's kernel for CUDA would be compiled for a request, while all streams wait."""
-    own = bits[rows].to(logits.device, non_blocking=True).unsqueeze(-1)  # [rows, words, 1]
+    own = on_device(bits.numpy()[rows], torch.int32, logits.device).unsqueeze(-1)  # [rows, words, 1]
     bit = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = ((own >> bit) & 1 == 0).flatten(1)[:, : logits.shape[-1]]
     at = on_device(rows, torch.int64, logits.device)

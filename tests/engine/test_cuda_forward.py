@@ -16,23 +16,18 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
-from engine import run_ahead
-from engine.attention import forward_context, mla
+from engine.attention import mla
 from engine.attention.forward_context import BASE, Batch, Step
-from engine.core.engine_config import EngineConfig
-from engine.core.sequence import Sequence
-from engine.decoding import new_tokens, sampler
-from engine.engine import Engine
-from engine.gpu import codes, layers, products, sampling, sampling_kernel
-from engine.gpu.attention import paged_attention
+from engine.gpu import codes, layers, products, sampling_kernel
+from engine.gpu.attention import page_kernel, paged_attention
 from engine.gpu.attention.paged_attention import TritonAttention
 from engine.kernels import modules
 from engine.kv.kv_cache import KvCache
@@ -44,7 +39,6 @@ from engine.runner import lora as lora_module
 from engine.runner.lora import Adapter, LowRank
 from engine.runner.model_runner import KvDtype, ModelRunner, RunnerConfig
 from loadtest.harness.random_checkpoints import TINY, make_module
-from tandem.sampling import Sampling
 from tests.engine.conftest import two_layers
 from tests.engine.test_kv_converter import layout
 
@@ -62,11 +56,22 @@ STEPS = {  # (done, new) of each sequence
 
 class Waits(TorchDispatchMode):
     """Notes copies between device and host for which the host waits: all to the host, and to the device those that are
-    not put in the queue, such as indices of the host into a tensor of the device."""
+    not put in the queue, such as indices of the host into a tensor of the device, or that are not from pinned memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self._lists = Lists(self.seen)
+
+    def __enter__(self) -> Waits:
+        super().__enter__()
+        self._lists.__enter__()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self._lists.__exit__(*given)
+        super().__exit__(*given)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
@@ -76,11 +81,28 @@ class Waits(TorchDispatchMode):
         copies = isinstance(into, torch.Tensor) and isinstance(source, torch.Tensor) and into.device != source.device
         if copies and (into.device.type == "cpu" or not given.get("non_blocking")):
             self.seen.append(f"{operator} from {source.device} to {into.device}")
+        elif copies and source.device.type == "cpu" and not getattr(source, "pinned", False):
+            self.seen.append(f"{operator} from memory that is not pinned")
         listed = given.get("indices")  # of `tensor[...]`; an embedding's are one tensor
         indices = [one for one in listed if isinstance(one, torch.Tensor)] if isinstance(listed, list | tuple) else []
         if indices and given["self"].device.type != "cpu" and any(one.device.type == "cpu" for one in indices):
             self.seen.append(f"{operator} of {given['self'].device} by indices of the host")
         return out
+
+
+class Lists(TorchFunctionMode):
+    """Notes lists as indices into a tensor of the device: torch copies them there before any operator is called."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and args[0].device.type != "cpu":
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(one, list | range | np.ndarray) for one in parts):
+                self.seen.append(f"{function.__name__} of {args[0].device} by indices of the host")
+        return function(*args, **(kwargs or {}))
 
 
 class Launch:
@@ -101,16 +123,24 @@ class Launch:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
     """Everything made inside is without data; `cuda` is a device. What only a driver can do is left out."""
-    launches = {name: Launch() for name in ("attend", "merge", "choose_tokens", "linear", "each_head", "rms_norm")}
+    names = ("attend", "merge", "write_heads", "choose_tokens", "linear", "each_head", "rms_norm")
+    launches = {name: Launch() for name in names}
     tensor = torch.tensor
     inference_mode = torch.inference_mode
+
+    def of_list(*given: Any, pin_memory: bool = False, **more: Any) -> Any:
+        made: Any = tensor(*given, **more)
+        made.pinned = pin_memory
+        return made
+
     monkeypatch.setattr(paged_attention, "attend", launches["attend"])
     monkeypatch.setattr(paged_attention, "merge", launches["merge"])
+    monkeypatch.setattr(page_kernel, "write_heads", launches["write_heads"])
     monkeypatch.setattr(sampling_kernel, "choose_tokens", launches["choose_tokens"])
     monkeypatch.setattr(products.kernels, "linear", launches["linear"])
     monkeypatch.setattr(products.kernels, "each_head", launches["each_head"])
     monkeypatch.setattr(products.kernels, "rms_norm", launches["rms_norm"])
-    monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **more: tensor(*given, **more))
+    monkeypatch.setattr(torch, "tensor", of_list)
     monkeypatch.setattr(torch, "inference_mode", lambda *given: inference_mode(*given) if given else torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with FakeTensorMode():
@@ -221,6 +251,7 @@ def test_quantised_pages_are_written_and_read_without_a_wait(
         with Waits() as waits:
             runner.forward(pages, batch_of(STEPS["both"]))
         assert not waits.seen, name
+        assert pretended["write_heads"].launched > 0
 
 
 def test_adapters_are_added_without_a_wait(checkpoint: Callable[[str], Path], pretended: dict[str, Launch]) -> None:
@@ -281,123 +312,3 @@ def test_kv_is_converted_with_one_wait(theirs: torch.dtype, ours: torch.dtype, p
     with Waits() as waits:
         view[torch.tensor([0, 1])] = view[torch.tensor([1, 2])]
     assert len(waits.seen) == 2
-
-
-@pytest.fixture
-def lists(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of the tensors that become lists of the host; what they hold is not known."""
-    shapes: list[torch.Size] = []
-
-    def tolist(tensor: torch.Tensor) -> Any:
-        shapes.append(tensor.shape)
-        return np.zeros(tensor.shape).tolist()
-
-    monkeypatch.setattr(FakeTensor, "tolist", tolist)
-    return shapes
-
-
-def test_tokens_are_chosen_with_one_wait(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
-    """For the tokens themselves, whatever the requests sample by."""
-    rows = len(sampling.TRIED)
-    with Waits() as waits:
-        sampling.sample(torch.empty(rows, 384, device=GPU), sampling.TRIED, [0.5] * rows).tolist()
-    assert lists == [torch.Size([rows])]
-    assert not waits.seen
-    assert pretended["choose_tokens"].launched == 1
-
-
-@pytest.fixture
-def driverless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the waits of a step, which need a driver, and without inference mode, in which no tensor is pretended."""
-    monkeypatch.setattr(new_tokens, "choose", sampler.choose.__wrapped__)  # type: ignore[attr-defined]
-    monkeypatch.setattr(run_ahead.RunAhead, "_queue", run_ahead.RunAhead._queue.__wrapped__)  # type: ignore[attr-defined]
-    monkeypatch.setattr(forward_context, "done_behind", lambda device: lambda: None)
-    monkeypatch.setattr(run_ahead, "done_behind", lambda device: lambda: None)
-
-
-@pytest.mark.parametrize("problem", [None, "chooses other tokens"], ids=["it serves", "its trial failed"])
-def test_an_engine_chooses_by_the_kernel_where_its_trial_went_well(
-    problem: str | None,
-    checkpoint: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    pretended: dict[str, Launch],
-    lists: list[torch.Size],
-    driverless: None,
-) -> None:
-    """Steps that are waited for, as a prompt's with log probabilities, and steps that are queued. Control: a kernel
-    that chooses other tokens is not launched."""
-    monkeypatch.setattr(sampler, "kernel_problem", lambda device: problem)
-    monkeypatch.setattr(sampler, "_sample", lambda logits, *_: logits.argmax(-1))
-    built = queued_engine(checkpoint)
-    waited = Sampling(temperature=1.0, top_p=0.9, logit_bias=((3, 1.5),))
-    launches = []
-    for name, how in (("waited", waited), ("queued", Sampling(temperature=1.0, top_p=0.9))):
-        built.add(Sequence(name, [5, 6, 7], 3, 5, frozenset(), how))
-        built.step()  # the prompt
-        before = built.ahead._launched
-        built.step()
-        assert (built.ahead._launched > before) == (name == "queued")
-        built.drop(name)
-        launches.append(pretended["choose_tokens"].launched)
-    assert (launches[0] >= 2 and launches[1] >= launches[0] + 2) if problem is None else launches == [0, 0]
-
-
-def queued_engine(checkpoint: Callable[[str], Path]) -> Engine:
-    """Of a small model on the device, which queues its steps."""
-    with unset_fake_temporarily():
-        facts = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU).facts
-    config = EngineConfig(num_blocks=BLOCKS * 4, block_size=BLOCK_SIZE, token_budget=64, max_running=4)
-    built = Engine(pretend("llama", facts), config)
-    assert built.ahead.on
-    return built
-
-
-def test_a_sampled_step_is_queued_without_a_wait(
-    checkpoint: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    pretended: dict[str, Launch],
-    lists: list[torch.Size],
-    driverless: None,
-) -> None:
-    """Whatever the requests sample by: the step in front of it still computes. Control: plain PyTorch reads a number
-    back for top-p."""
-    monkeypatch.setattr(sampler, "kernel_problem", lambda device: None)
-    monkeypatch.setattr(run_ahead, "Tokens", lambda chosen: chosen)  # its copy has an event, which needs a driver
-    built, rows = queued_engine(checkpoint), len(sampling.TRIED)
-    batch = batch_of([(9, 1)] * rows)
-    with Waits() as waits:
-        chosen: Any = built.ahead._queue(batch, sampling.TRIED, None)
-    assert chosen.device == GPU
-    assert not waits.seen
-    assert not lists
-    assert pretended["choose_tokens"].launched == 1
-    monkeypatch.setattr(sampler, "kernel_problem", lambda device: "fails")
-    with pytest.raises(DataDependentOutputException):
-        built.ahead._queue(batch, sampling.TRIED, None)
-
-
-def test_what_changes_logits_is_put_in_the_queue(pretended: dict[str, Launch], lists: list[torch.Size]) -> None:
-    """Bias, penalties, stop tokens and lists of tokens: the host copies numbers to the device and goes on."""
-    options: list[dict[str, Any]] = [
-        {"logit_bias": ((3, 1.5), (4, -2.0))},
-        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"min_tokens": 4},
-        {"allowed_token_ids": (1, 2, 3)},
-        {"bad_words": ((7,), (8, 9))},
-    ]
-    sequences = [Sequence("", [5, 6, 7], 2, 100, frozenset({2}), Sampling(**one)) for one in options]
-    with Waits() as waits:
-        sampler.adjust(torch.empty(len(sequences), 384, device=GPU), sequences)
-    assert not waits.seen
-    assert not lists
-
-
-def test_logprobs_take_one_wait(
-    pretended: dict[str, Launch], lists: list[torch.Size], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For all rows and all their likeliest tokens, apart from those that are equally likely, as all are here."""
-    monkeypatch.setattr(sampler, "_from", lambda logits, least: [0] * 5)
-    with Waits() as waits:
-        sampler.logprobs(torch.empty(3, 384, device=GPU), [1, 2, 3], [0, 5, 2])
-    assert len(lists) == 1
-    assert not waits.seen

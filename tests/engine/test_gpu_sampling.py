@@ -214,8 +214,8 @@ def test_on_cuda_it_serves_where_its_trial_went_well(monkeypatch: pytest.MonkeyP
 def test_a_model_on_cuda_draws_by_the_kernel_though_no_operators_of_the_cpu_serve_there(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its trial alone; as the engine and its queued steps ask (tests/engine/test_cuda_forward.py). Control: on CPU a
-    model without the operators draws by plain PyTorch."""
+    """By its trial alone; as the engine and its queued steps ask (tests/engine/test_cuda_sampling.py). Control: on CPU
+    a model without the operators draws by plain PyTorch."""
     model: Any = SimpleNamespace(device=device, kernels=REFERENCE)
     compiled = ModelRunner.draws_compiled.fget(model)  # type: ignore[attr-defined]
     monkeypatch.setattr(sampler, "_sample", lambda *_: torch.tensor([1]))

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine import kernels
 from engine.core.sequence import Sequence
-from engine.decoding import sampler
+from engine.decoding import logprobs, sampler
+from engine.decoding.logprobs import in_order
 from engine.decoding.sampler import adjust, choose, sample, uniform, weights
 from tandem.errors import InternalError, InvalidRequest
-from tandem.sampling import LEAST_LOGPROB, Sampling
+from tandem.sampling import LEAST_LOGPROB, GrammarSpec, Sampling
 from tests.engine.stand_ins import Asked
 
 
@@ -343,6 +345,21 @@ def test_limits_that_leave_no_token_fail_their_request_only(alone: bool) -> None
     assert [one.token for one in others] == [7] * (not alone)
 
 
+def test_why_no_token_is_left_is_told_apart() -> None:
+    """The client's limits alone, whatever the grammar says; the grammar beside them; a grammar that failed. Rows with
+    tokens left are not touched."""
+    limits, grammar = {"allowed_token_ids": (3, 4)}, GrammarSpec("regex", "a")
+    asked: list[dict[str, Any]] = [limits | {"bad_words": ((3,), (4,))}, limits, {}, {}]
+    rows = [Sequence("s", [1], 1, 100, sampling=Sampling(grammar=grammar, **one), grammar=grammar) for one in asked]
+    bits = torch.tensor([[-1], [7], [0], [8]], dtype=torch.int32)  # all tokens; 0 to 2; none; 3
+    failed = InvalidRequest("too slow", reason="GRAMMAR_TOO_COMPLEX", field="", bound="")
+    filling: Any = SimpleNamespace(bits=bits, rows=[0, 1, 2, 3], failed={0: failed, 2: failed}, wait=lambda: None)
+    choices = choose(torch.zeros(4, 12), rows, filling)
+    reasons = [each.error and each.error.reason for each in choices]
+    assert reasons == ["NO_TOKEN_ALLOWED", "GRAMMAR_DEAD_END", "GRAMMAR_TOO_COMPLEX", None]
+    assert choices[3].token == 3
+
+
 @pytest.mark.parametrize("beside", [0, 1, 7, 20])
 def test_equally_likely_tokens_come_in_the_order_of_their_ids(beside: int) -> None:
     """Also where only some of them are asked for, and whatever the other requests of a step ask for: the first one is
@@ -358,6 +375,19 @@ def test_equally_likely_tokens_come_in_the_order_of_their_ids(beside: int) -> No
         assert expected[:1] in ([], [choice.token])
         assert choice.logprob.top == (raw[0][expected] - raw[0].logsumexp(-1)).tolist()
     assert len(raw[0].topk(7).values.unique()) < 6, "without equal ones this shows nothing"
+
+
+def test_a_device_finds_equally_likely_tokens_in_the_order_of_their_ids() -> None:
+    """As a stable sort on the host, for negative numbers, zeros of both signs and infinities, too; in parts of a few
+    rows. Control: topk takes any of them."""
+    raw = (torch.randn(5, 3000, generator=torch.Generator().manual_seed(2)) * 4).round() / 4
+    raw[0, ::2], raw[0, 1::2] = 0.0, -0.0
+    raw[1, 50:] = -math.inf
+    raw[2, 7] = math.inf
+    ids = torch.cat([in_order(part, 60) for part in raw.split(2)])
+    expected = raw.argsort(descending=True, stable=True)[:, :60]
+    assert torch.equal(ids, expected)
+    assert not torch.equal(raw.topk(60).indices, expected)
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -388,10 +418,10 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_an_impossible_token_has_a_log_probability() -> None:
     """JSON has no infinity. What is no number stays none, for the request must end."""
-    [one] = sampler.logprobs(torch.tensor([[1.0, -math.inf]]), [1], [2])
+    [one] = logprobs.logprobs(torch.tensor([[1.0, -math.inf]]), [1], [2])
     assert (one.chosen, one.top_ids, one.top) == (LEAST_LOGPROB, [0, 1], [0.0, LEAST_LOGPROB])
     for bad in (math.nan, math.inf):
-        [one] = sampler.logprobs(torch.tensor([[1.0, bad]]), [0], [1])
+        [one] = logprobs.logprobs(torch.tensor([[1.0, bad]]), [0], [1])
         assert math.isnan(one.chosen)
 
 

@@ -73,6 +73,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "tandem/sampling.py": ("tests/tandem/test_sampling.py", "tests/router/test_request.py"),
     "engine/core/step_time.py": ("tests/engine/test_step_time.py",),
     "engine/decoding/sampler.py": ("tests/engine/test_sampler.py",),
+    "engine/decoding/logprobs.py": ("tests/engine/test_sampler.py",),
     "engine/decoding/speculative.py": ("tests/engine/test_speculative.py",),
     "services/router/routing/local_or_remote.py": ("tests/router/test_placement.py",),
     "services/router/routing/placement.py": ("tests/router/test_placement.py", "tests/router/test_worker_selector.py"),
