@@ -2,10 +2,11 @@
 
 Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; products,
 and experts and routers of mixtures, with torch's, and a row's bits alone, among few and among many; digests with numpy;
-tokens with plain PyTorch; what grammars forbid with xgrammar on CPU. A token's bits in attention are compared alone and
-in a chunk. Then a tiny model of each family is loaded on the GPU, which proves its paged forward and its recurrent
-layers against transformers', and its decode steps are captured; those of some with recurrent layers run for many
-tokens. A line for each; ends with 1 if one is wrong.
+tokens with plain PyTorch; log probabilities with a CPU's; what grammars forbid with xgrammar on CPU; quantised pages
+with the bytes that a CPU writes. A token's bits in attention are compared alone and in a chunk. Then a tiny model of
+each family is loaded on the GPU, which proves its paged forward and its recurrent layers against transformers', and its
+decode steps are captured; those of some with recurrent layers run for many tokens. A line for each; ends with 1 if one
+is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from engine.attention.forward_context import Batch, Step
 from engine.attention.mla import Expanded
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
-from engine.decoding import sampler, structured_output
+from engine.decoding import logprobs, sampler, structured_output
 from engine.engine import Engine
 from engine.gpu import block_digest, layers
 from engine.gpu import sampling as gpu_sampling
@@ -161,6 +162,18 @@ def grammars(device: torch.device) -> str:
     for each in (logits, ours):
         structured_output.apply(each, masks)
     return _line(None if torch.equal(ours.cpu(), logits) else "other tokens are forbidden", "the same tokens forbidden")
+
+
+def log_probabilities(device: torch.device, vocab: int = 152_064) -> str:
+    """Of logits of which many are equal, as in 16 bits, against those of the CPU."""
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[0, ::2] = -0.0
+    theirs, ours = (logprobs.logprobs(each, range(8), [20] * 8) for each in (logits, logits.to(device)))
+    if [each.top_ids for each in ours] != [each.top_ids for each in theirs]:
+        return "wrong: other tokens are the likeliest"
+    numbers = [torch.tensor([[each.chosen, *each.top] for each in found]) for found in (ours, theirs)]
+    gap = (numbers[0] - numbers[1]).abs().max().item()
+    return _line(None if gap < 1e-3 else f"off by {gap:.2g}", "those of the CPU, of equal ones the lowest tokens")
 
 
 def product(device: torch.device, n: int, k: int, dtype: torch.dtype) -> str:
@@ -364,6 +377,7 @@ def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Che
     yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
     yield "sampling of 100 rows of 152,064 tokens", partial(sampling, device)
     yield "grammars", partial(grammars, device)
+    yield "log probabilities", partial(log_probabilities, device)
     for fact in calls():
         for kept, pages in PAGES.items():
             name = f"bits of attention {_shape(fact)}, {fact.reach}{pages}"

@@ -135,6 +135,16 @@ def test_captured_steps_are_compared_of_families_of_each_kind() -> None:
     assert {f"streams {name}" for name in ("llama", "qwen3-5", "falcon-h1", "lfm2", "kimi-linear")} <= set(names)
 
 
+def test_log_probabilities_are_checked_against_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal tokens the lowest. Control: others, and other numbers."""
+    assert device_kernels.log_probabilities(CPU, 600).startswith("those of the CPU")
+    found = [device_kernels.logprobs.logprobs(torch.randn(8, 600), range(8), [20] * 8) for _ in range(2)]
+    for other, said in ((found[1], "likeliest"), ([one._replace(chosen=0.0) for one in found[0]], "off by")):
+        both = iter((found[0], other))
+        monkeypatch.setattr(device_kernels.logprobs, "logprobs", lambda *_, both=both: next(both))
+        assert said in device_kernels.log_probabilities(CPU, 600)
+
+
 def test_mixtures_are_checked_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts, over codes as well, and routers. Those that are torch's, because an operator is wrong, are reported."""
     pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
