@@ -23,7 +23,7 @@ from engine.gpu.attention.paged_attention import TritonAttention
 from engine.gpu.operators import ops
 from engine.gpu.recurrent import operators  # noqa: F401  (makes the operators known)
 from engine.kv.kv_cache import KvCache
-from engine.loading import state_probe
+from engine.loading import self_check, state_probe
 from engine.loading.model_loader import load_model
 from engine.runner import capture_check, captured_steps, recurrences
 from engine.runner.captured_steps import Decode, Uncapturable, by_modules
@@ -43,7 +43,7 @@ FEW_HEADS: dict[str, dict[str, Any]] = {  # of a kernel's largest tile
     "qwen3-5": {"linear_num_value_heads": 2, "linear_num_key_heads": 2},
 }
 # Which sequences, and how many tokens of each: prompts, some after others have begun, and steps of any rows.
-STEPS = [([2, 0], 2), ([2], 1), ([0, 2], 1), ([1, 3], 2), ([3, 0, 1], 1), ([1], 2), ([0, 1, 2, 3], 1)]
+STEPS = [([2, 0], 2), ([2], 1), ([1, 3], 2), ([3, 0, 1], 1), ([1], 2), ([0, 1, 2, 3], 1)]
 ROUNDING = 1e-4  # of the spread: torch's own functions round an element by its place in a vector
 Checkpoint = Callable[[str], Path]
 
@@ -58,6 +58,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrences, "_operators", lambda like: ops)
     monkeypatch.setattr(state_probe, "PIECES", (2, 1, 2))
     monkeypatch.setattr(layers, "ROWS", (1, 5))
+    monkeypatch.setattr(self_check, "PROMPT_LENGTHS", (7,))
+    monkeypatch.setattr(self_check, "LONGEST", 5)
 
 
 @pytest.fixture
