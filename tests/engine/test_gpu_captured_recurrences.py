@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {"vocab_size": 40}  # the interpreter takes its time
 FEW_HEADS: dict[str, dict[str, Any]] = {  # of a kernel's largest tile
     "mamba2": {"num_heads": 2, "head_dim": 64},
     "granite-hybrid": {"mamba_n_heads": 2, "mamba_d_head": 64},
-    "qwen3-5": {"linear_num_value_heads": 2, "linear_num_key_heads": 2},
+    "qwen3-5": {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "intermediate_size": 32},
 }
 # Which sequences, and how many tokens of each: prompts, some after others have begun, and steps of any rows.
 STEPS = [([2, 0], 2), ([2], 1), ([1, 3], 2), ([3, 0, 1], 1), ([1], 2), ([0, 1, 2, 3], 1)]

@@ -312,7 +312,7 @@ def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> 
     names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
     assert {"digests", "sampling", "family llama"} <= set(names)
     assert sum(name.startswith("recurrence") for name in names) == 6
-    assert len(names) == len(set(names)) == 13 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 7 + 2 + 2 * (2 + 6)
+    assert len(names) == len(set(names)) == 14 + len(list(device_kernels.calls())) * 3 * 3 + 2 * 3 + 7 + 2 + 2 * (2 + 6)
 
 
 def test_the_documents_name_checks_that_there_are() -> None:
