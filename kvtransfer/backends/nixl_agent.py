@@ -61,6 +61,8 @@ class NixlAgent:
             # Between processes of one host without NVLink, UCX reads GPU memory over TCP unless it is told otherwise:
             # 0.19 GB/s on one H200. NIXL does the same after 1.5 (ai-dynamo/nixl pull request 2208).
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
+        # By default UCX waits inside a call for a TCP connection: 3 s and more if the peer's host has vanished.
+        os.environ.setdefault("UCX_TCP_CONN_NB", "y")
         with ucx_log.capture():
             nixl = _load_nixl()
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])

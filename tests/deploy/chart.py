@@ -27,7 +27,7 @@ OWN = {
     *("prefill", "decode", "routers", "host", "advertise_host", "port", "http_port", "worker_port", "api_keys"),
     *("cluster", "metrics_port", "models", "host_workers"),
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
-    *("redis", "ray_address", "logs", "transport"),
+    *("redis", "ray_address", "logs"),
     # The kubelet's startup probe replaces it.
     "start_timeout_s",
     # An HPA or KEDA sizes the pools.

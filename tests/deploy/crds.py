@@ -1,4 +1,7 @@
-"""The fields of custom resources that the chart writes, as in their definitions."""
+"""The fields of custom resources that the chart writes, as in their definitions.
+
+Written by hand, and only these fields: a field that the chart does not write is refused here, though its definition may
+have it, and rules across fields (CEL) are not among them. Kubernetes' own objects are checked with its schemas."""
 
 from __future__ import annotations
 

@@ -242,6 +242,7 @@ POOL = st.fixed_dictionaries(
         "rdma": st.integers(0, 8).map(lambda count: {"count": count}),
         "resources": st.sampled_from([{"requests": {"cpu": "4"}}, {"limits": {"memory": "64Gi"}}]),
         "pdb": st.sampled_from([{"maxUnavailable": "25%"}, {"maxUnavailable": 2}]),
+        "probes": st.sampled_from([{"readiness": {"periodSeconds": 1}}, {"startup": {"timeoutSeconds": 30}}]),
         "autoscaling": st.builds(
             lambda kind, most, target: {"kind": kind, "min": 1, "max": most, "target": target},
             st.sampled_from(["none", "hpa", "keda"]),

@@ -39,6 +39,7 @@ OF_A_POD: dict[str, Values] = {
     "affinity": {"affinity": {"podAntiAffinity": {}}},
     "env": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
 }
+PATIENT = {"startup": {"periodSeconds": 30}, "liveness": {"timeoutSeconds": 60, "failureThreshold": 20}}
 # Values of a whole release.
 PLAIN: Values = {"orchestrator": "kubernetes"}
 OF_A_RELEASE: dict[str, Values] = {
@@ -64,6 +65,8 @@ OF_A_RELEASE: dict[str, Values] = {
     "no-volume": {"valkey": {"storage": "", "maxmemory": "100mb"}},
     "own-registry": {"valkey": {"enabled": False}, "redis": {"secret": "r"}},
     "rdma": {"pools": {"prefill": {"rdma": {"count": 1}}, "decode": {"rdma": {"count": 2}}}, "ucx": {"UCX_TLS": "rc"}},
+    "transport": {"settings": {"transport": "auto"}},
+    "probes": {"router": {"probes": PATIENT}, "pools": {"decode": {"probes": PATIENT}, "prefill": {"probes": PATIENT}}},
     "extra": {
         "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}]
     },
@@ -137,7 +140,7 @@ def test_the_table_changes_every_value_that_a_pod_has() -> None:
     """Control of the table: a value that it does not name would not be checked."""
     schema = json.loads(chart.SCHEMA.read_text())["$defs"]["pool"]["properties"]
     tried = {name for one in OF_A_POD.values() for name in one}
-    tried |= {"replicas", "rdma", "pdb", "autoscaling"}
+    tried |= {"replicas", "rdma", "pdb", "autoscaling", "probes"}
     assert set(schema) - tried == {"settings", "gpu", "resources", "shm", "startup_s", "strategy"}  # in the examples
 
 
@@ -307,6 +310,22 @@ def test_a_rollout_may_take_as_long_as_a_start() -> None:
         for part in ("router", "decode")
     }
     assert all(seconds >= 7200 for seconds in allowed.values())
+
+
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_the_probes_of_a_pod_are_values(orchestrator: str) -> None:
+    """Their numbers are those of the pod's values, otherwise the defaults; a startup probe still lasts for startup_s,
+    and no value changes what kubelet asks, or the other pods."""
+    base = {"orchestrator": orchestrator, "settings": {"model": "m"}}
+    plain = dict(pods(render(base)))
+    changed = dict(pods(render(merged(base, {"pools": {"decode": {"probes": PATIENT}}}))))
+    assert {name for name in plain if changed[name] != plain[name]} == {f"{NAME}-tandem-decode"}
+    before, after = (one[f"{NAME}-tandem-decode"]["spec"]["containers"][0] for one in (plain, changed))
+    assert after["livenessProbe"] == before["livenessProbe"] | {"timeoutSeconds": 60, "failureThreshold": 20}
+    assert after["readinessProbe"] == before["readinessProbe"]
+    if orchestrator == "kubernetes":
+        assert after["startupProbe"] == before["startupProbe"] | {"periodSeconds": 30, "failureThreshold": 60}
+        assert before["startupProbe"]["failureThreshold"] * before["startupProbe"]["periodSeconds"] == 1800
 
 
 def test_an_operator_in_a_routers_pod_has_key_certificate_and_address() -> None:

@@ -183,6 +183,7 @@ async def test_control_without_the_adapter_in_the_hash_they_are(
 # ---- slots
 
 
+@both_transports
 async def test_more_adapters_than_slots(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
 ) -> None:

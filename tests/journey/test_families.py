@@ -90,12 +90,15 @@ async def test_tokens_equal_transformers_over_gloo(model: Path) -> None:
     await in_processes(model, "gloo:", transport="nccl")
 
 
-@pytest.mark.parametrize("model", KINDS, indirect=True)
-async def test_tokens_of_every_other_kind_equal_transformers(inside: Any, model: Path) -> None:
-    """Through the same router and workers in this process, also with KV over NIXL; afterwards nothing is held."""
+@pytest.mark.parametrize(
+    ("model", "transport"), [*((kind, "nixl") for kind in KINDS), ("tiny-jamba", "nccl")], indirect=["model"]
+)
+async def test_tokens_of_every_other_kind_equal_transformers(inside: Any, model: Path, transport: str) -> None:
+    """Through the same router and workers in this process, also with KV over NIXL, and KV and states over Gloo;
+    afterwards nothing is held."""
     room = 1024  # blocks; a quarter is for snapshots, which must hold those of all these prompts
-    async with inside(model=str(model), transport="nixl", kv_blocks=room, **SETTINGS) as cluster:
-        found = await answers(cluster.client, model)
+    async with inside(model=str(model), kv_blocks=room, **SETTINGS) as cluster:
+        found = await answers(cluster.client, model, {"nixl": "nixl:", "nccl": "gloo:"}[transport])
         await cluster.freed()
         assert await cluster.ledgers_balance()
     assert_transformers(model, found)

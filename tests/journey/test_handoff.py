@@ -78,6 +78,7 @@ async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside
         assert rest[-1].receipt.transfer.exposed >= 0.3
 
 
+@both_transports
 async def test_a_long_prompt_is_announced_and_read_in_parts(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, mon
         await channels.close()
 
 
+@both_transports
 async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_request_retried(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +344,7 @@ async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: 
         await channels.close()
 
 
+@both_transports
 async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any, tiny: Path) -> None:
     """A prefill worker whose KV has another meaning is not used; the request runs locally and the receipt says why.
     (Other blocks of the same KV are converted: test_other_layouts.py.)"""
@@ -359,6 +362,7 @@ async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any
         assert any("model_dtype" in sentence for sentence in report.pairs[0].differences)
 
 
+@both_transports
 async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> None:
     """With steps that do not end at block boundaries, every block that is read is complete."""
     prompts = oracle.prompts(tiny, [50, 61, 75])
@@ -419,6 +423,7 @@ async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
         assert await cluster.ledgers_balance()
 
 
+@both_transports
 async def test_a_ticket_is_dead_before_its_blocks_are_freed(
     inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,9 +124,11 @@ def names(receipt: Any, worker: str) -> bool:
 async def test_the_decode_worker_dies_mid_stream(
     tiny: Path, plain: list[list[int]], two: LocalCluster, decodes: int
 ) -> None:
-    """With a second decode worker, or with none until the dead one is back, no token is lost and none repeated."""
+    """With a second decode worker and KV over NIXL, or with none until the dead one is back and KV over Gloo, no token
+    is lost and none repeated."""
     prompts, expected = sixteen(tiny), plain
-    with nullcontext(two) if decodes == 2 else LocalCluster(tiny, step_s=STEP_S, **SIZES) as cluster:
+    alone = {"transport": "nccl", **SIZES}
+    with nullcontext(two) if decodes == 2 else LocalCluster(tiny, step_s=STEP_S, **alone) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
@@ -138,11 +140,18 @@ async def test_the_decode_worker_dies_mid_stream(
         cluster.wait_balanced()
 
 
-async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
+@pytest.mark.parametrize("transport", ["nixl", "nccl"])
+async def test_the_prefill_worker_dies_mid_prefill(tiny: Path, transport: str) -> None:
     """Prompts that it was computing, or whose KV was moving, are placed again; later streams are not affected."""
     prompts = oracle.prompts(tiny, [20] * SHORT + [800] * (STREAMS - SHORT))
     with LocalCluster(
-        tiny, block_size=8, kv_blocks=4096, dtype="float32", max_num_seqs=STREAMS, max_num_batched_tokens=16
+        tiny,
+        transport=transport,
+        block_size=8,
+        kv_blocks=4096,
+        dtype="float32",
+        max_num_seqs=STREAMS,
+        max_num_batched_tokens=16,
     ) as cluster:
         expected = await undisturbed(cluster, prompts)
         cluster.kill("prefill-0")  # a new incarnation: the prompts must not be in its cache

@@ -134,8 +134,11 @@ async def ask_with_wrong_scales(inside: Any, prompt: list[int], kv: str) -> tupl
 
 @both_transports
 async def test_corrupted_scales_are_found(inside: Any, tiny: Path, kv: str) -> None:
-    """The digest covers the scales: the block is discarded, and the second attempt gives the right tokens."""
-    done, right = await ask_with_wrong_scales(inside, oracle.prompts(tiny, [50])[0], kv)
+    """The digest covers the scales: the block is discarded, and the second attempt gives the right tokens, which are
+    those of a reference that rounds in the same way."""
+    prompt = oracle.prompts(tiny, [50])[0]
+    done, right = await ask_with_wrong_scales(inside, prompt, kv)
+    assert rounding.follow(tiny, [prompt], [right], kv)
     assert done.receipt.attempts == 2
     assert "digest" in done.receipt.notes[0]
     assert done.token_ids == right

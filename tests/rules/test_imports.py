@@ -129,6 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
     },
     # These run within workers and routers.
+    "loadtest.scenarios.hosts.wall_time": {"tandem", "kvtransfer"},
     "loadtest.scenarios.slow_device": {"tandem", "engine", "services.launch", "services.worker"},
     "loadtest.scenarios.blocking.timed_loop": {"tandem", "services.launch"},
     "loadtest.scenarios.chaos.injector": {"tandem", "engine", "kvtransfer.backends", "services.launch"},

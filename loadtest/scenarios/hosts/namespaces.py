@@ -30,6 +30,7 @@ NETWORK = "10.77.0"
 OF_A_HOST = ("--net", "--pid", "--ipc", "--uts", "--mount")
 MTU = 9000
 PATIENCE_S = 10.0
+SENT = 8  # the column of /proc/net/dev with the bytes that a device has sent
 
 
 def forbidden() -> str:
@@ -118,6 +119,12 @@ class Host:
         assert self._wire.stdin
         self._wire.stdin.write(f"{options}\n")
         self._wire.stdin.flush()
+
+    def received(self) -> int:
+        """Bytes that the switch has sent to it since its boot: what a limit has let through."""
+        devices = Path(f"/proc/{self._network.switch.first.pid}/net/dev").read_text().splitlines()
+        counts = next(line.partition(":")[2] for line in devices if line.strip().startswith(f"{self._port}:"))
+        return int(counts.split()[SENT])
 
     # ---- processes
 

@@ -3,13 +3,18 @@
     loss         1 % of the frames of host b are lost
     delay        5 ms each way to host b, 10 ms for a round trip
     slow         1 Gbit/s to host b, prompts of 8,000 tokens
+    crawl        20 Mbit/s, so that a transfer takes far longer than any of Tandem's own time limits
+    crawl-wall   control of `crawl`: the same with a rule that bounds a transfer by its time, not by its progress
+    kill-source  the prefill worker's host is killed while its KV crosses to host b, and joins again
+    kill-sink    host b is killed then, and joins again
     long-cut     both hosts with workers are cut off for 25 s
     return       host b is killed, and joins again by the command of docs/ray.md
     head         the host of Ray's head is lost, with `tandem up` and the router on host a
     home         the host of `tandem up` is lost: Ray ends the workers on the others
 
 Each shows whether the tokens are those of an undisturbed run, the longest silence of a stream, and whether the ledgers
-balance afterwards. Needs root.
+balance afterwards. `loss`, `delay`, `slow` and `crawl` also require that KV has crossed to host b: by the receipts, and
+by the bytes that its port of the switch has sent. Needs root.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from typing import Annotated, Any
 import typer
 
 from loadtest.harness.options import names
+from loadtest.scenarios.hosts import wall_time
 from loadtest.scenarios.hosts.namespaces import forbidden
 from loadtest.scenarios.hosts.ray_hosts import ROOT, RayHosts, Stream
 from tandem.errors import TandemError, Unavailable
@@ -44,6 +50,10 @@ PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 END_S = 120.0
 LONG_CUT_S = 25.0
 LONG_PROMPT = 8000
+CRAWL = "20mbit"
+MOVED_PROMPT, A_PART, A_TRANSFER = 600, 256 << 10, 1_800_000  # tokens; bytes of KV of such a prompt
+LONGEST_LIMIT_S = 10.0  # of a probe; a batch of a transfer has 4 s, connecting 5
+ACROSS = "nixl:ucx:tcp"
 HEADLESS_S = 90.0  # longer than a raylet waits for the head by default
 POOL = {"prefill-0", "decode-0", "decode-1"}
 
@@ -57,8 +67,8 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(5, 600) for _ in range(length + index)] for index in range(count)]
 
 
-def begin(cluster: RayHosts, asked: list[list[int]], new: int) -> list[Stream]:
-    options = {"max_tokens": new, "ignore_eos": True, "temperature": 0.0, "timeout": END_S}
+def begin(cluster: RayHosts, asked: list[list[int]], new: int, **more: Any) -> list[Stream]:
+    options = {"max_tokens": new, "ignore_eos": True, "temperature": 0.0, "timeout": END_S, **more}
     return [cluster.clients.stream(prompt, **options) for prompt in asked]
 
 
@@ -106,23 +116,50 @@ def _report(streams: list[Stream]) -> str:
 def through(
     cluster: RayHosts, harm: Callable[[], None], rounds: int, length: int, count: int, new: int
 ) -> list[Stream]:
-    """Streams after `harm`: new prompts, so that KV moves, and the first ones, whose tokens are known. Raises Failure
-    if these differ from those before."""
-    expected = finished(cluster, begin(cluster, prompts(count, length), new))
+    """Streams after `harm`, with the prompts of streams before and another salt, so that KV moves. Raises Failure if
+    their tokens differ from those before."""
+    asked = [prompts(count, length, seed) for seed in range(rounds)]
+    expected = [finished(cluster, begin(cluster, each, new)) for each in asked]
     harm()
     found: list[Stream] = []
-    for seed in range(rounds):
-        found += (streams := begin(cluster, prompts(count, length, seed), new))
-        tokens = finished(cluster, streams)
-        if seed == 0 and tokens != expected:
+    for each, tokens in zip(asked, expected, strict=True):
+        found += (streams := begin(cluster, each, new, cache_salt="after"))
+        if finished(cluster, streams) != tokens:
             raise Failure("the tokens differ from those before")
     settle(cluster)
     return found
 
 
+class Crossing:
+    """KV that crosses to host b: what receipts say of it, and how many bytes the switch sends there."""
+
+    def __init__(self, cluster: RayHosts) -> None:
+        self._cluster = cluster
+        self._before = cluster.hosts["b"].received()
+        self.longest_s = 0.0
+
+    def of(self, streams: list[Stream]) -> str:
+        """Raises Failure if no KV has crossed, or not by the network, or fewer bytes than the receipts say."""
+        sent = self._cluster.hosts["b"].received() - self._before
+        workers = self._cluster.clients.ask("workers")["answer"]["workers"]
+        there = {worker["worker_id"] for worker in workers if worker["node"] == "b"}
+        receipts = [stream.receipt for stream in streams if stream.receipt["decode_worker"] in there]
+        moved = [receipt["transfer"] for receipt in receipts if receipt["transfer"]]
+        said = sum(transfer["bytes"] for transfer in moved)
+        if {transfer["transport"] for transfer in moved} != {ACROSS} or not said <= sent:
+            raise Failure(f"not {said} bytes over {ACROSS} by the receipts and {sent} at the switch: {moved}")
+        self.longest_s = max(transfer["seconds"] for transfer in moved)
+        return (
+            f"{len(moved)} of {len(streams)} transfers to host b over {ACROSS}, the longest {self.longest_s:.1f} s, "
+            f"{said / 2**20:.0f} MiB by the receipts and {sent / 2**20:.0f} at the switch"
+        )
+
+
 def wired(options: str) -> str:
     with RayHosts(MODEL, SETTINGS, {"b": "delay 0"}) as cluster:
-        return _report(through(cluster, lambda: cluster.hosts["b"].wire(options), 4, length=200, count=8, new=300))
+        crossing = Crossing(cluster)
+        found = through(cluster, lambda: cluster.hosts["b"].wire(options), 4, length=200, count=8, new=300)
+        return f"{_report(found)}; {crossing.of(found)}"
 
 
 @contextmanager
@@ -138,11 +175,78 @@ def _long_model() -> Iterator[str]:
         yield folder
 
 
+@contextmanager
+def _limited(rate: str, rounds: int, **more: str) -> Iterator[tuple[list[Stream], Crossing]]:
+    """Streams whose KV crosses a link of this rate."""
+    with _long_model() as model, RayHosts(model, SETTINGS | {"TANDEM_KV_BLOCKS": "4096"} | more) as cluster:
+        crossing: list[Crossing] = []
+
+        def harm() -> None:
+            cluster.hosts["b"].limit(rate)
+            crossing.append(Crossing(cluster))
+
+        yield through(cluster, harm, rounds, length=LONG_PROMPT, count=4, new=40), crossing[0]
+
+
 def slow() -> str:
-    with _long_model() as model, RayHosts(model, SETTINGS | {"TANDEM_KV_BLOCKS": "4096"}) as cluster:
-        found = through(cluster, lambda: cluster.hosts["b"].limit("1gbit"), 3, length=LONG_PROMPT, count=4, new=40)
-        moved = [stream.receipt["transfer"]["bytes"] for stream in found if stream.receipt.get("transfer")]
-        return f"{_report(found)}; {sum(moved) / 2**20:.0f} MiB of KV in {len(moved)} transfers, 4 at once"
+    with _limited("1gbit", 3) as (found, crossing):
+        return f"{_report(found)}; {crossing.of(found)}"
+
+
+def crawl() -> str:
+    with _limited(CRAWL, 1) as (found, crossing):
+        said = f"{_report(found)}; {crossing.of(found)}"
+        if crossing.longest_s < LONGEST_LIMIT_S or any(stream.receipt["attempts"] > 1 for stream in found):
+            raise Failure(f"a transfer failed, or none took longer than {LONGEST_LIMIT_S:g} s: {said}")
+        return said
+
+
+@contextmanager
+def _wall_time() -> Iterator[dict[str, str]]:
+    """The environment in which every process of Python changes Tandem's rule (wall_time.py)."""
+    with tempfile.TemporaryDirectory(prefix=".wall-time-", dir=ROOT) as folder:
+        (Path(folder) / "sitecustomize.py").write_text(f"import {wall_time.__name__} as rule\n\nrule.install()\n")
+        yield {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def crawl_wall() -> str:
+    try:
+        with _wall_time() as env, _limited(CRAWL, 1, **env) as (found, _):
+            failed = [note for stream in found for note in stream.receipt["notes"] if wall_time.WHY in note]
+            said = f"{_report(found)}; {len(failed)} attempts failed"
+    except Failure as error:
+        said, failed = str(error), [str(error)] if wall_time.WHY in str(error) else []
+    if not failed:
+        raise Failure(f"no transfer failed because its time was bounded: {said}")
+    return f"fails, as it should: {said}"
+
+
+def killed(name: str) -> str:
+    """The host `name` is killed when the switch has sent a part of one transfer to host b."""
+    with RayHosts(MODEL, SETTINGS) as cluster:
+        asked = prompts(4, MOVED_PROMPT)
+        expected = finished(cluster, begin(cluster, asked, 40))
+        nodes = {worker["worker_id"]: worker["node"] for worker in cluster.clients.ask("workers")["answer"]["workers"]}
+        cluster.hosts["b"].limit("4mbit")
+        before = cluster.hosts["b"].received()
+        streams = begin(cluster, asked, 40, cache_salt="after")
+        cluster.clients.until(lambda: all(stream.tokens for stream in streams), END_S)
+        while (sent := cluster.hosts["b"].received() - before) < A_PART:
+            if all(stream.ended.is_set() for stream in streams):
+                raise Failure("no KV crossed to host b")
+            sleep(0.01)
+        if sent >= A_TRANSFER or all(len(stream.tokens) > 1 for stream in streams):
+            raise Failure(f"the transfers were over: {sent} bytes")
+        cluster.hosts[name].kill()
+        if name != "b":
+            cluster.hosts["b"].limit("")
+        if finished(cluster, streams) != expected:
+            raise Failure("the tokens differ from those before")
+        settle(cluster, {worker for worker in POOL if nodes[worker] != name})
+        cluster.hosts[name].boot()
+        cluster.ray_start(name)
+        settle(cluster)
+        return f"{_report(streams)}; {sent >> 10} KiB of at least {A_TRANSFER >> 10} had crossed"
 
 
 def long_cut() -> str:
@@ -199,6 +303,10 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "loss": partial(wired, "loss 0.01"),
     "delay": partial(wired, "delay 5"),
     "slow": slow,
+    "crawl": crawl,
+    "crawl-wall": crawl_wall,
+    "kill-source": partial(killed, "a"),
+    "kill-sink": partial(killed, "b"),
     "long-cut": long_cut,
     "return": returns,
     "head": head,

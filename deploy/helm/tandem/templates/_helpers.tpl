@@ -334,6 +334,15 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{- /* (of, startup_s): the probes of a process of ours. It may fail the first one for as long as it may take to start. */}}
+{{- define "tandem.probes" -}}
+{{- $ready := dict "httpGet" (dict "path" "/readyz" "port" "metrics") }}
+{{- $alive := dict "httpGet" (dict "path" "/healthz" "port" "metrics") }}
+startupProbe: {{ merge (dict "failureThreshold" (ceil (divf .startup_s .of.startup.periodSeconds))) $ready .of.startup | toJson }}
+readinessProbe: {{ merge (dict) $ready .of.readiness | toJson }}
+livenessProbe: {{ merge (dict) $alive .of.liveness | toJson }}
+{{- end }}
+
 {{- define "tandem.pdb" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget

@@ -107,9 +107,7 @@ spec:
             {{- include "tandem.worker.env" . | nindent 12 }}
           ports:
             {{- include "tandem.worker.ports" . | nindent 12 }}
-          startupProbe: {httpGet: {path: /readyz, port: metrics}, periodSeconds: 5, timeoutSeconds: 6, failureThreshold: {{ ceil (divf .of.startup_s 5) }}}
-          readinessProbe: {httpGet: {path: /readyz, port: metrics}, periodSeconds: 5, timeoutSeconds: 6}
-          livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 10, timeoutSeconds: 10, failureThreshold: 6}
+          {{- include "tandem.probes" (dict "of" .of.probes "startup_s" .of.startup_s) | nindent 10 }}
           resources: {{- include "tandem.worker.resources" . | nindent 12 }}
           terminationMessagePolicy: FallbackToLogsOnError
           securityContext: {{- include "tandem.worker.security" . | nindent 12 }}

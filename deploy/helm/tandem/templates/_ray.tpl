@@ -119,8 +119,8 @@ spec:
       # Ends when its worker has drained, and another one has been asked for elsewhere.
       lifecycle: {preStop: {exec: {command: [python, -m, cluster.kuberay.leave]}}}
       # Of the node, which may have no worker; the supervisor watches its worker.
-      readinessProbe: {tcpSocket: {port: raylet}, periodSeconds: 5}
-      livenessProbe: {tcpSocket: {port: raylet}, initialDelaySeconds: 30, periodSeconds: 10, failureThreshold: 6}
+      readinessProbe: {{ merge (dict "tcpSocket" (dict "port" "raylet")) $pool.probes.readiness | toJson }}
+      livenessProbe: {{ merge (dict "tcpSocket" (dict "port" "raylet") "initialDelaySeconds" 30) $pool.probes.liveness | toJson }}
       resources: {{- include "tandem.worker.resources" $group | nindent 8 }}
       terminationMessagePolicy: FallbackToLogsOnError
       securityContext: {{- include "tandem.worker.security" $group | nindent 8 }}
