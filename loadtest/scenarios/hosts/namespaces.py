@@ -26,7 +26,7 @@ import psutil
 from cluster.exit_with_parent import bound_to_parent
 from tandem.errors import Unavailable
 
-NETWORK = "10.77.0"
+NETWORK, NETWORK6 = "10.77.0.", "fd00:77::"  # the number of a host follows
 OF_A_HOST = ("--net", "--pid", "--ipc", "--uts", "--mount")
 MTU = 9000
 PATIENCE_S = 10.0
@@ -81,7 +81,7 @@ class _Space:
 
 class Host:
     def __init__(self, network: Network, name: str, number: int, wire: str) -> None:
-        self.name, self.address = name, f"{NETWORK}.{number}"
+        self.name, self.address, self._number = name, f"{NETWORK}{number}", number
         self._network = network
         self._port = f"p-{name}"
         self._wire_options = wire
@@ -96,6 +96,7 @@ class Host:
         self._space = _Space((*OF_A_HOST, "--mount-proc"), command)
         self._connect(self._space)
         self._space.do("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self._space.do("ip", "addr", "add", f"{NETWORK6}{self._number}/64", "dev", "eth0", "nodad")
         self._space.do("ip", "link", "set", "eth0", "mtu", str(MTU), "up")
         self._network.switch.do("ip", "link", "set", self._port, "mtu", str(MTU), "master", "br0", "up")
 

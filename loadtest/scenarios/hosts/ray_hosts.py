@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from cluster.state.embedded_valkey import server_binary
-from loadtest.scenarios.hosts.namespaces import NETWORK, Host, Network
+from loadtest.scenarios.hosts.namespaces import NETWORK, NETWORK6, Host, Network
 from tandem.errors import DeadlineExceeded, Unavailable
 
 ROOT = Path(__file__).parents[3]
@@ -122,16 +122,22 @@ class Clients:
 
 class RayHosts:
     """`settings` are of `tandem up` and Ray, in the environment of all hosts; `wires` as in Network; `up_on` is the
-    host of Valkey, `tandem up` and the clients."""
+    host of Valkey, `tandem up` and the clients. `ipv6`: the hosts know each other by addresses of IPv6."""
 
     def __init__(
-        self, model: str, settings: Mapping[str, str], wires: dict[str, str] | None = None, up_on: str = "head"
+        self,
+        model: str,
+        settings: Mapping[str, str],
+        wires: dict[str, str] | None = None,
+        up_on: str = "head",
+        *,
+        ipv6: bool = False,
     ) -> None:
         self.network = Network(names := ["head", "a", "b"], wires)
-        self._up_on = up_on
+        self._up_on, self._ipv6 = up_on, ipv6
         password = secrets.token_hex(8)
-        registry = f"{password}@{NETWORK}.{names.index(up_on) + 1}:"
-        self._up = documented("tandem up")[0].replace(f"PASSWORD@{NETWORK}.1:", registry).replace("demo/model", model)
+        registry = f"{password}@{NETWORK}{names.index(up_on) + 1}:"
+        self._up = documented("tandem up")[0].replace(f"PASSWORD@{NETWORK}1:", registry).replace("demo/model", model)
         self._password = password
         self._logs: dict[str, Path] = {}
         self.env = {
@@ -164,7 +170,7 @@ class RayHosts:
     def _start(self) -> None:
         home = self.hosts[self._up_on]
         port = re.findall(r"@[\d.]+:(\d+)", self._up)[0]
-        secured = ["--requirepass", self._password, "--bind", home.address, "--port", port]
+        secured = ["--requirepass", self._password, "--bind", *self._words(home.address), "--port", port]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         home.start([str(server_binary()), "--save", "", "--appendonly", "no", *secured], **quiet)
         self.ray_start("head")
@@ -173,7 +179,7 @@ class RayHosts:
             thread.start()
         for thread in joining:
             thread.join()
-        self.up = home.start(shlex.split(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.up = home.start(self._words(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.said: list[str] = []
         ready = threading.Event()
         threading.Thread(target=self._read, args=(self.up.stderr, ready), daemon=True).start()
@@ -181,6 +187,13 @@ class RayHosts:
         if not ready.wait(START_S) or self.up.poll() is not None:
             raise Unavailable("the cluster did not start: " + "".join(self.said[-20:]))
         self.clients = Clients(home, self.env)
+
+    def _words(self, command: str) -> list[str]:
+        """A command of the page, which has addresses of IPv4."""
+        if self._ipv6:
+            command = re.sub(rf"{re.escape(NETWORK)}(\d+):", rf"[{NETWORK6}\1]:", command)
+            command = re.sub(rf"{re.escape(NETWORK)}(\d+)", rf"{NETWORK6}\1", command)
+        return shlex.split(command)
 
     def _read(self, lines: Any, ready: threading.Event) -> None:
         for line in lines:
@@ -192,7 +205,7 @@ class RayHosts:
         """By the page's command for this host, which names its address. Raises Unavailable."""
         host = self.hosts[name]
         command = next(one for one in documented("ray start") if f"--node-ip-address={host.address} " in one)
-        begun = host.start(shlex.split(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        begun = host.start(self._words(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said = begun.communicate(timeout=START_S)[0]
         if begun.returncode:
             raise Unavailable(f"Ray did not start on {name}: {said}")

@@ -7,14 +7,15 @@
     crawl-wall   control of `crawl`: the same with a rule that bounds a transfer by its time, not by its progress
     kill-source  the prefill worker's host is killed while its KV crosses to host b, and joins again
     kill-sink    host b is killed then, and joins again
+    ipv6         all hosts know each other by addresses of IPv6
     long-cut     both hosts with workers are cut off for 25 s
     return       host b is killed, and joins again by the command of docs/ray.md
     head         the host of Ray's head is lost, with `tandem up` and the router on host a
     home         the host of `tandem up` is lost: Ray ends the workers on the others
 
 Each shows whether the tokens are those of an undisturbed run, the longest silence of a stream, and whether the ledgers
-balance afterwards. `loss`, `delay`, `slow` and `crawl` also require that KV has crossed to host b: by the receipts, and
-by the bytes that its port of the switch has sent. Needs root.
+balance afterwards. `loss`, `delay`, `slow`, `crawl` and `ipv6` also require that KV has crossed to host b: by the
+receipts, and by the bytes that its port of the switch has sent. Needs root.
 """
 
 from __future__ import annotations
@@ -249,6 +250,14 @@ def killed(name: str) -> str:
         return f"{_report(streams)}; {sent >> 10} KiB of at least {A_TRANSFER >> 10} had crossed"
 
 
+def ipv6() -> str:
+    with RayHosts(MODEL, SETTINGS, ipv6=True) as cluster:
+        crossing = Crossing(cluster)
+        found = through(cluster, lambda: None, 4, length=200, count=8, new=300)
+        addresses = {worker["address"] for worker in cluster.clients.ask("workers")["answer"]["workers"]}
+        return f"{_report(found)}; {crossing.of(found)}; {', '.join(sorted(addresses))}"
+
+
 def long_cut() -> str:
     with RayHosts(MODEL, SETTINGS) as cluster:
 
@@ -307,6 +316,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "crawl-wall": crawl_wall,
     "kill-source": partial(killed, "a"),
     "kill-sink": partial(killed, "b"),
+    "ipv6": ipv6,
     "long-cut": long_cut,
     "return": returns,
     "head": head,
