@@ -572,6 +572,7 @@ def test_the_notes_say_what_comes_next() -> None:
     assert f"deploy/{NAME}-tandem-router" in notes["laptop"]
     assert "Set api_keys" in notes["laptop"]
     assert "Set api_keys" not in notes["tenants"]
+    assert ("component=upgrade" in notes["ray"], "component=upgrade" in notes["laptop"]) == (True, False)
 
 
 def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None:
