@@ -105,6 +105,17 @@ def test_a_claim_for_a_volume_made_by_hand_has_no_class() -> None:
     assert "storageClassName" not in default["spec"]
 
 
+def test_a_spare_has_a_pod_beyond_those_of_the_pools() -> None:
+    """Only the driver has their number, and Ray's autoscaler may add their pods. No pod of a worker changes by it."""
+    spared, none = (render(merged(VALUES, {"ray": {"switch_roles": True, "spares": count}})) for count in (2, 0))
+    most = [[group["maxReplicas"] for group in ray_cluster(one)["workerGroupSpecs"]] for one in (spared, none)]
+    assert most == [[6, 6], [4, 4]]
+    (driver,) = ray_cluster(spared)["headGroupSpec"]["template"]["spec"]["initContainers"]
+    assert {"name": "TANDEM_SPARES", "value": "2"} in driver["env"]
+    assert template_digests(spared) | {HEAD: ""} == template_digests(none) | {HEAD: ""}
+    assert template_digests(spared)[HEAD] != template_digests(none)[HEAD]
+
+
 def template_digests(documents: list[Document]) -> dict[str, str]:
     spec = ray_cluster(documents)
     groups = {"headgroup": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
@@ -152,8 +163,9 @@ def test_an_upgrade_replaces_the_pods_that_it_changes_and_no_others() -> None:
     assert changed({"pools": {"prefill": {"replicas": 0}}}) == set(before)  # decode workers then compute prompts
     scaled = {"autoscaling": {"kind": "tandem", "min": 1, "max": 3}}
     by_tandem = merged(VALUES, {"pools": {"decode": scaled}})
-    larger = merged(by_tandem, {"pools": {"decode": {"autoscaling": {"min": 2, "max": 9}}}})
-    assert template_digests(render(by_tandem)) | {HEAD: ""} == template_digests(render(larger)) | {HEAD: ""}
+    before = template_digests(render(by_tandem))
+    larger = {"autoscaling": {**scaled["autoscaling"], "min": 2, "max": 9}}
+    assert changed({"pools": {"decode": larger}}) == {HEAD}  # its driver has the bounds
 
 
 def test_the_job_may_do_what_it_does_and_has_a_new_name_when_it_has_work() -> None:

@@ -93,6 +93,7 @@ ONLY_KUBERNETES: dict[str, Values] = {
 ONLY_RAY: dict[str, Values] = {
     "one-scaled": {"pools": {"prefill": {"autoscaling": FIXED}, "decode": {"autoscaling": TANDEM}}},
     "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
+    "spares": {"ray": {"switch_roles": True, "spares": 2}},
     "either-pool": {"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": TANDEM}}},
 }
 
@@ -525,6 +526,8 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         ({"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": {"kind": "hpa"}}}}, "sizes both"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
+        ({"ray": {"spares": 1}}, "needs ray.switch_roles"),
+        ({"orchestrator": "kubernetes", "ray": {"spares": 1}}, "orchestrator: ray"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
     ],
 )

@@ -36,6 +36,9 @@ spec:
         {{- if $values.ray.switch_roles }}
         - {name: EITHER_POOL, value: "1"}
         {{- end }}
+        {{- if $values.ray.spares }}
+        - {name: TANDEM_SPARES, value: {{ $values.ray.spares | quote }}}
+        {{- end }}
         - {name: TANDEM_START_TIMEOUT_S, value: {{ max $pools.prefill.startup_s $pools.decode.startup_s | quote }}}
         {{- if and $.sizes (not (has "tandem" (list $pools.prefill.autoscaling.kind $pools.decode.autoscaling.kind))) }}
         {{- if $pools.prefill.replicas }}
@@ -130,9 +133,10 @@ spec:
     {{- include "tandem.worker.volumes" $group | nindent 4 }}
 {{- end }}
 
-{{- /* (a template): of all but the sizes of pools, which are no reason to replace a pod; 0 is one */}}
-{{- define "tandem.ray.digest" -}}
-{{ regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" . "" | sha256sum | trunc 8 }}
+{{- /* As tandem.ray.worker: of all but sizes, which only the driver reads. No prefill workers at all is no size: decode
+workers then compute prompts. */}}
+{{- define "tandem.ray.worker.digest" -}}
+{{ regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" (include "tandem.ray.worker" .) "" | sha256sum | trunc 8 }}
 {{- end }}
 
 {{- /* (root, release: of cluster/kuberay/upgrade.py): the pod of the Job of an upgrade */}}
