@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.attention.forward_context import Batch
+from engine.attention import paged
+from engine.attention.forward_context import Batch, Step
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
@@ -366,7 +367,7 @@ def test_random_quantised_kv_is_made_on_the_device_of_its_generator(monkeypatch:
 
 
 class Nothing:
-    """A kernel that serves every attention call and computes nothing."""
+    """A kernel that serves every attention call and computes nothing; quantised pages are written by plain PyTorch."""
 
     name = "nothing"
 
@@ -376,6 +377,11 @@ class Nothing:
     def attend(self, query: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         facts = next(one for one in given if isinstance(one, CallFacts))
         return query.new_zeros(*query.shape[:2], facts.v_dim)
+
+    def write_quantised(self, pages: torch.Tensor, scales: torch.Tensor, new: torch.Tensor, step: Step) -> None:
+        places = {"slot_block": step.slot_block, "slot_offset": step.slot_offset}
+        plain: Any = SimpleNamespace(**places, compiled=False, cuda_kernel=None)
+        paged.write(pages, scales, new, plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
