@@ -3,9 +3,10 @@ RayCluster's templates, but replaces none that runs. This process deletes those 
 
     the RayCluster has the templates ─▶ the head's pod ─▶ its successor is ready
         ─▶ of each pool one pod after the other, each when workers in new pods serve in place of those deleted before
+        ─▶ the pods of groups that the release has no more
 
 A deleted worker drains, and the supervisor starts another one in a new pod. If that one does not serve, no further pod
-is deleted, and the Job fails. It keeps no state: started again, it continues.
+of its cluster is deleted, and the Job fails. It keeps no state: started again, it continues.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Collection
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -61,22 +62,44 @@ class Pod:
     template: str
     address: str = ""  # empty: it has none yet
     ready: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Of a pool: its live pods by whether their template is the release's, and its workers."""
+    """Of a pool. `workers` are those of its cluster by address: whether they serve. After an upgrade to another
+    checkpoint those in former pods belong to another cluster, and nothing is known of them."""
 
-    former: list[Pod]
-    serving: int  # workers that serve in other pods
+    former: list[Pod]  # live pods of another template
+    new: list[Pod]  # live pods of this release's
+    leaving: int  # pods that end
     wanted: int  # workers
-    busy: Collection[str] = ()  # addresses of workers
+    workers: Mapping[str, bool]
 
-    def may_go(self) -> Pod | None:
-        """A former pod, if workers in new pods serve in place of those that have gone; one without a worker first."""
-        if not self.former or self.serving < self.wanted - len(self.former):
+    @property
+    def serving(self) -> int:
+        """Workers in new pods."""
+        return sum(self.workers.get(pod.address, False) for pod in self.new)
+
+    @property
+    def all_serving(self) -> int:
+        return sum(self.workers.values())
+
+    def may_go(self, before: int, deleted: int) -> Pod | None:
+        """A former pod, if workers in new pods serve in place of those that have gone. `before`: how many served when
+        this process began, `deleted`: the pods that it has deleted. A pod without a worker goes first, then one whose
+        worker does not serve."""
+        if not self.former or self.leaving:
             return None
-        return min(self.former, key=lambda pod: (pod.address in self.busy, pod.name))
+        least = self.wanted - len(self.former)
+        if any(pod.address in self.workers for pod in self.former):
+            if self.all_serving < min(self.wanted, before):
+                return None
+        elif self.new or deleted:
+            least = max(least, min(self.wanted, 1))
+        if self.serving < least:
+            return None
+        return min(self.former, key=lambda pod: (pod.address in self.workers, self.workers.get(pod.address), pod.name))
 
 
 class Upgrade:
@@ -84,20 +107,30 @@ class Upgrade:
         self._api, self._release = api, release
 
     async def pods(self) -> list[Pod]:
-        """The live ones: neither ended nor about to end."""
+        """Those that have not ended."""
         found = await self._api.find(PODS, f"ray.io/cluster={self._release.ray_cluster}")
-        return [_pod(one) for one in found if _lives(one)]
+        return [_pod(one) for one in found if one["status"].get("phase") not in ("Succeeded", "Failed")]
 
     async def run(self, settings: Settings) -> None:
-        """Raises Unavailable if a step takes too long, and what the API server and the registry raise."""
+        """Raises Unavailable if a step takes too long; then it goes on with the pools of other clusters."""
         await self._applied()
         await self._replace_head()
+        failed: dict[str, str] = {}
         for pool in self._release.pools:
+            if pool.cluster in failed:
+                continue
             registry = Registry(settings.redis or "", pool.cluster, settings.heartbeat_ttl_s)
             try:
                 await self._replace(pool, registry)
+            except Unavailable as error:
+                failed[pool.cluster] = error.message
             finally:
                 await registry.close()
+        if failed:
+            raise Unavailable("; ".join(failed.values()))
+        for pod in await self.pods():
+            if pod.group not in self._expected() and not pod.leaving:
+                await self._delete(pod)
 
     async def _applied(self) -> None:
         """Helm applies a RayCluster after this Job."""
@@ -127,47 +160,64 @@ class Upgrade:
         """First: only a new driver reads the release's settings. Workers and streams do not need a head."""
         until = monotonic() + self._release.within_s
         while True:
-            heads = [pod for pod in await self.pods() if pod.group == HEAD]
-            former = [pod for pod in heads if pod.template != self._release.head]
-            for pod in former:
-                await self._delete(pod)
-            if not former and any(pod.ready for pod in heads):
-                return
-            if monotonic() >= until:
-                raise Unavailable(f"no new head is ready after {self._release.within_s:.0f} s; its workers go on")
+            with self._again(until, "the head"):
+                heads = [pod for pod in await self.pods() if pod.group == HEAD]
+                former = [pod for pod in heads if pod.template != self._release.head]
+                for pod in former:
+                    if not pod.leaving:
+                        await self._delete(pod)
+                if any(pod.ready and not pod.leaving for pod in heads if pod not in former):
+                    return
+                if monotonic() >= until:
+                    raise Unavailable(f"is not ready after {self._release.within_s:.0f} s; workers go on without it")
             await asyncio.sleep(EVERY_S)
 
     async def _replace(self, pool: Pool, registry: Registry) -> None:
-        name, seen, until = f"{pool.cluster}: {' and '.join(pool.roles)}", (-1, -1), 0.0
+        name, before, deleted = f"{pool.cluster}: {' and '.join(pool.roles)}", -1, 0
+        seen: tuple[int, ...] = ()
+        until = monotonic() + self._release.within_s
         async with aclosing(registry.changes(EVERY_S)) as changes:
             async for _ in changes:
-                found = await self._situation(pool, registry)
-                if found is not None and not found.former and found.serving >= found.wanted:
-                    print(f"{name}: {found.serving} workers serve, in pods of this release", flush=True)
-                    return
-                if found is not None and (pod := found.may_go()):
-                    await self._delete(pod)
-                now = (len(found.former), found.serving) if found is not None else (0, 0)
-                if now != seen:
-                    seen, until = now, monotonic() + self._release.within_s
-                elif monotonic() >= until:
-                    raise Unavailable(f"{name}: {_standstill(found)} since {self._release.within_s:.0f} s")
+                with self._again(until, name):
+                    found = await self._situation(pool, registry)
+                    before = found.all_serving if before < 0 else before
+                    if not found.former and (not deleted or found.serving >= found.wanted):
+                        print(f"{name}: {found.serving} of {found.wanted} workers serve, in new pods", flush=True)
+                        return
+                    if pod := found.may_go(before, deleted):
+                        await self._delete(pod)
+                        deleted += 1
+                    if (now := (len(found.former), found.leaving, found.serving)) != seen:
+                        seen, until = now, monotonic() + self._release.within_s
+                    elif monotonic() >= until:
+                        raise Unavailable(f"{_standstill(found)} for {self._release.within_s:.0f} s")
 
-    async def _situation(self, pool: Pool, registry: Registry) -> Situation | None:
-        """None: the driver has not yet written how many workers the cluster has."""
+    @contextmanager
+    def _again(self, until: float, what: str) -> Iterator[None]:
+        """Until then a call that fails is made again in the next round."""
+        try:
+            yield
+        except Unavailable as error:
+            if monotonic() >= until:
+                raise Unavailable(f"{what}: {error.message}") from error
+            print(f"{what}: {error.message}", file=sys.stderr, flush=True)
+
+    async def _situation(self, pool: Pool, registry: Registry) -> Situation:
+        """Raises Unavailable, also while the driver has not yet written how many workers the cluster has."""
         records, wanted = await registry.workers(), await registry.wanted()
         if not set(pool.roles) <= wanted.keys():
-            return None
+            raise Unavailable("the driver has written no size")
         pods = [pod for pod in await self.pods() if pod.group in pool.groups]
-        former = [pod for pod in pods if pod.template != pool.groups[pod.group]]
-        new = {pod.address for pod in pods if pod not in former}
-        busy = {_host(record): record.state is State.READY for record in records}
-        serving = sum(ready and address in new for address, ready in busy.items())
-        return Situation(former, serving, sum(wanted[role] for role in pool.roles), busy)
+        live = [pod for pod in pods if not pod.leaving]
+        former = [pod for pod in live if pod.template != pool.groups[pod.group]]
+        new = [pod for pod in live if pod not in former]
+        workers = {_host(record): record.state is State.READY for record in records}
+        return Situation(former, new, len(pods) - len(live), sum(wanted[role] for role in pool.roles), workers)
 
     async def _delete(self, pod: Pod) -> None:
         if await self._templates() != self._expected():  # to this Job the next one's pods are former ones
-            raise Unavailable(f"the RayCluster {self._release.ray_cluster} has the templates of another release by now")
+            what = f"the RayCluster {self._release.ray_cluster} has the templates of another release by now"
+            raise PreconditionFailed(what, reason="SUPERSEDED")
         print(f"deletes {pod.name}, of a former template", flush=True)
         try:
             await self._api.delete(PODS, pod.name, pod.uid)
@@ -175,12 +225,10 @@ class Upgrade:
             print(f"{pod.name} is another pod now", flush=True)
 
 
-def _standstill(found: Situation | None) -> str:
-    if found is None:
-        return "the driver has written no size"
+def _standstill(found: Situation) -> str:
     return (
-        f"of {found.wanted} wanted workers {found.serving} serve in new pods and {len(found.former)} former pods stay; "
-        "see `kubectl describe pod`, or `tandem scale` to what can run,"
+        f"{found.serving} of {found.wanted} wanted workers serve in new pods, {len(found.former)} former pods stay and "
+        f"{found.leaving} end (see `kubectl describe pod`, or `tandem scale` to what can run)"
     )
 
 
@@ -193,15 +241,12 @@ def _annotated(described: Any) -> str:
     return str((described["metadata"].get("annotations") or {}).get(TEMPLATE, ""))
 
 
-def _lives(pod: Any) -> bool:
-    return "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ("Succeeded", "Failed")
-
-
 def _pod(described: Any) -> Pod:
     metadata, status = described["metadata"], described["status"]
     group = metadata["labels"]["ray.io/group"]
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", []))
-    return Pod(metadata["name"], metadata["uid"], group, _annotated(described), status.get("podIP", ""), ready)
+    leaving = "deletionTimestamp" in metadata
+    return Pod(metadata["name"], metadata["uid"], group, _annotated(described), status.get("podIP", ""), ready, leaving)
 
 
 def main() -> int:

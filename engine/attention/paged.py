@@ -66,8 +66,8 @@ def paged_attention(
     facts, k_pages, v_pages = step.facts[call], step.pages.k[call], step.pages.v[call]
     k_scales, v_scales = step.pages.k_scales[call], step.pages.v_scales[call]
     assert facts.indexed == (indices is not None), f"attention call {call} differs from what the probe saw"
-    write(k_pages, k_scales, key[0].transpose(0, 1), step)
-    write(v_pages, v_scales, value[0].transpose(0, 1), step)
+    write(k_pages, k_scales, key[0].transpose(0, 1), step, facts)
+    write(v_pages, v_scales, value[0].transpose(0, 1), step, facts)
     expand, weight = (expander(module), expansion(module)) if facts.latent else (None, None)
     scales = (k_scales, v_scales)
     q = query[0].transpose(0, 1)
@@ -75,10 +75,13 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-def write(pages: torch.Tensor, scales: torch.Tensor | None, new: torch.Tensor, step: Step) -> None:
+def write(
+    pages: torch.Tensor, scales: torch.Tensor | None, new: torch.Tensor, step: Step, facts: CallFacts | None = None
+) -> None:
     """Puts the new tokens' K or V, `[total, kv_heads, d]`, into their slots of `[blocks, block_size, kv_heads, d]`.
 
-    Where there are `scales [blocks, block_size, kv_heads]`, they are quantised on the way.
+    Where there are `scales [blocks, block_size, kv_heads]`, they are quantised on the way: by the kernel of a call with
+    these `facts`, if it serves it.
     """
     block, offset = step.slot_block, step.slot_offset
     if scales is None:
@@ -88,8 +91,8 @@ def write(pages: torch.Tensor, scales: torch.Tensor | None, new: torch.Tensor, s
             pages[block, offset] = new.to(pages.dtype)
     elif step.compiled and new.dtype in kernels.DTYPES:
         torch.ops.tandem.write_quantised.default(pages, scales, new, block, offset)
-    elif step.cuda_kernel is not None:
-        step.cuda_kernel.write_quantised(pages, scales, new, step)
+    elif facts is not None and (kernel := step.cuda_kernel) is not None and kernel.refusal(facts, pages.dtype) is None:
+        kernel.write_quantised(pages, scales, new, step)
     else:
         elements, own = quantise(new, pages.dtype)
         pages.view(torch.uint8)[block, offset] = elements.view(torch.uint8)  # fp8 itself cannot be indexed everywhere

@@ -94,7 +94,8 @@ class KvLayout:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Fields with their default are
-        left out: a version that does not know a field yet has an equal text, and the pair works in an upgrade."""
+        left out: a version that does not know a field yet has an equal text, and the pair works in an upgrade. So a
+        default never changes, and this does not hold for new fields of calls and states."""
         usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         known = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         return json.dumps(known, sort_keys=True, separators=(",", ":"))

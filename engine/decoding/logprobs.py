@@ -13,7 +13,7 @@ from engine.attention.forward_context import on_device
 from engine.core.sequence import Logprob
 from tandem.sampling import LEAST_LOGPROB
 
-PASS_ELEMENTS = 2**22  # of a GPU's logits, whose order is found at a time by keys of twice their size
+PASS_ELEMENTS = 2**20  # of a GPU's logits, whose order is found at a time by some 30 bytes for each
 
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
@@ -40,7 +40,7 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     if logits.device.type == "cpu":
         found = logits.topk(count)
         return found.values, found.indices
-    size = max(1, PASS_ELEMENTS // logits.shape[-1])  # keys take twice the memory of logits
+    size = max(1, PASS_ELEMENTS // logits.shape[-1])
     ids = torch.cat([in_order(part, count) for part in torch.split(logits, size)])
     return logits.gather(1, ids), ids
 

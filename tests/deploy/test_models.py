@@ -183,7 +183,7 @@ def test_with_ray_each_model_has_a_supervisor_and_nodes_for_its_workers_alone(sw
             assert named(documents, "Deployment", f"-{model}-{pool}")["metadata"]["name"] == f"{objects}-{pool}"
     assert models["chat"].autoscale == "on"
     assert (models["chat"].decode, models["small"].autoscale) == (2, "off")
-    (role,) = [one for one in documents if one["kind"] == "Role"]
+    role = named(documents, "Role", "-sizes")
     assert role["rules"][0]["resourceNames"] == [f"{NAME}-tandem-{component}" for component in COMPONENTS]
 
 

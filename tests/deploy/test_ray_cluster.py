@@ -13,7 +13,7 @@ from helm_python.errors import HelmError
 from cluster.kuberay.upgrade import HEAD, TEMPLATE, UPGRADE, Release
 from tests.deploy.chart import NAME, Document, example, render
 from tests.deploy.live import render_over
-from tests.deploy.test_chart import named
+from tests.deploy.test_chart import named, pods
 from tests.deploy.test_values import merged
 
 VALUES = example("laptop") | {"orchestrator": "ray"}
@@ -159,6 +159,8 @@ def test_an_upgrade_replaces_the_pods_that_it_changes_and_no_others() -> None:
 
     assert not changed({"pools": {"decode": {"replicas": 7}, "prefill": {"replicas": 2}}})
     assert changed({"pools": {"decode": {"settings": {"max_num_seqs": 3}}}}) == {"decode"}
+    assert changed({"ray": {"switch_roles": True}}) == set(before)  # pods then offer both pools
+    assert changed({"ray": {"idle_s": 77}}) == {HEAD}
     assert changed({"image": {"tag": "next"}}) == changed({"settings": {"max_model_len": 64}}) == set(before)
     assert changed({"pools": {"prefill": {"replicas": 0}}}) == set(before)  # decode workers then compute prompts
     scaled = {"autoscaling": {"kind": "tandem", "min": 1, "max": 3}}
@@ -169,13 +171,21 @@ def test_an_upgrade_replaces_the_pods_that_it_changes_and_no_others() -> None:
 
 
 def test_the_job_may_do_what_it_does_and_has_a_new_name_when_it_has_work() -> None:
-    """Kubernetes refuses to change the pod of a Job that exists. The same release again makes no new Job, and without
-    Ray there is none."""
+    """Kubernetes refuses to change the pod of a Job that exists. No other pod has the account that may delete pods, and
+    without Ray there is none."""
     documents = render(VALUES)
     name = upgrade_job(documents)["metadata"]["name"]
-    assert upgrade_job(render(VALUES))["metadata"]["name"] == name
     assert upgrade_job(render(merged(VALUES, {"image": {"tag": "next"}})))["metadata"]["name"] != name
-    rules = named(documents, "Role", "-sizes")["rules"]
-    allowed = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
-    assert {("pods", "list"), ("pods", "delete"), ("rayclusters", "get")} < allowed
+
+    def allowed(role: str) -> set[tuple[str, str]]:
+        rules = named(documents, "Role", role)["rules"]
+        return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+
+    assert allowed("-upgrade") == {("pods", "list"), ("pods", "delete"), ("rayclusters", "get")}
+    assert "pods" not in {resource for resource, _ in allowed("-sizes")}
+    (subject,) = named(documents, "RoleBinding", "-upgrade")["subjects"]
+    using = {pod for pod, template in pods(documents) if template["spec"]["serviceAccountName"] == subject["name"]}
+    assert using == {f"{NAME}-tandem-upgrade"}
+    with pytest.raises(HelmError, match=r"serviceAccount\.name"):
+        render(merged(VALUES, {"serviceAccount": {"create": False}}))
     assert "Job" not in [one["kind"] for one in render(example("laptop"))]

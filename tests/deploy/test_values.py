@@ -451,8 +451,8 @@ def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scal
             )
         driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]
         env = {one["name"]: one.get("value") for one in driver["initContainers"][0]["env"]}
-        (role,) = (one for one in documents if one["kind"] == "Role")
-        (binding,) = (one for one in documents if one["kind"] == "RoleBinding")
+        sizes = [one for one in documents if one["metadata"]["name"].endswith("-sizes")]
+        role, binding = sorted(sizes, key=lambda one: str(one["kind"]))
         assert role["rules"][0]["resourceNames"] == [f"{env[PREFIX]}-{pool}" for pool in ("prefill", "decode")]
         assert set(role["rules"][0]["verbs"]) == {"get", "patch"}
         assert binding["subjects"][0]["name"] == driver["serviceAccountName"]

@@ -155,7 +155,8 @@ def test_quantised_pages_are_written_by_one_kernel_each(tmp_path: Path, monkeypa
         counts.append(places[1] - places[0])
         written = [name for name in kernels.seen if name == "write_heads"]
         assert len(written) == (4 if model.recorded is not None else 0)
-    assert counts == [MOST_KERNELS, 59]
+    assert counts[0] == MOST_KERNELS
+    assert counts[1] > 3 * MOST_KERNELS  # 59 with torch 2.13
     assert kept[0].any()
     assert torch.equal(*kept)
 

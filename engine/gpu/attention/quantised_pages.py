@@ -33,7 +33,8 @@ def write_quantised(
 
 
 def differs(pages: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Whether the kernel writes other bytes into the first slots of a few blocks than the host; None if it does not.
+    """Whether the kernel writes other bytes into slots of a few blocks than the host; None if it does not. K and V are
+    given as attention gives them, heads first in memory.
     One head, of the first token or a later one, is zero, one too small for a scale, one is not finite, and one has a
     scale that needs no rounding."""
     blocks = torch.arange(min(4, len(pages)))
@@ -41,9 +42,10 @@ def differs(pages: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> st
     heads = fresh.flatten(0, 1)  # [tokens * kv_heads, d], a view
     heads[:2] *= torch.tensor([[0.0], [1e-36]])
     heads[2, 0], heads[3, 0] = torch.nan, LARGEST[pages.dtype] / 8
-    fresh, at, first = fresh.to(dtype), blocks.to(pages.device), torch.zeros_like(blocks, device=pages.device)
-    ops.write_quantised.default(pages, scales, fresh.to(pages.device), at, first)
+    fresh, at, slots = fresh.to(dtype), blocks.to(pages.device), ((3 * blocks + 1) % pages.shape[1]).to(pages.device)
+    given = fresh.to(pages.device).transpose(0, 1).contiguous().transpose(0, 1)
+    ops.write_quantised.default(pages, scales, given, at, slots)
     elements, own = quantise(fresh, pages.dtype)
-    same = torch.equal(pages.view(torch.uint8)[at, first].cpu(), elements.view(torch.uint8))
-    same = same and torch.allclose(scales[at, first].cpu(), own, rtol=0, atol=0, equal_nan=True)
+    same = torch.equal(pages.view(torch.uint8)[at, slots].cpu(), elements.view(torch.uint8))
+    same = same and torch.allclose(scales[at, slots].cpu(), own, rtol=0, atol=0, equal_nan=True)
     return None if same else f"writes other {str(pages.dtype).removeprefix('torch.')} pages than the host"

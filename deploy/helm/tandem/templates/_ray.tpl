@@ -133,20 +133,42 @@ spec:
     {{- include "tandem.worker.volumes" $group | nindent 4 }}
 {{- end }}
 
-{{- /* As tandem.ray.worker: of all but sizes, which only the driver reads. No prefill workers at all is no size: decode
-workers then compute prompts. */}}
+{{- /* (text: a template, with: what else KubeRay makes the pod of): of its content, not of its comments */}}
+{{- define "tandem.ray.digest" -}}
+{{ printf "%s %s" (.text | fromYaml | toJson) (toJson .with) | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- /* As tandem.ray.worker, and resources: of all but sizes, which only the driver reads. No prefill workers at all is no
+size: decode workers then compute prompts. */}}
 {{- define "tandem.ray.worker.digest" -}}
-{{ regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" (include "tandem.ray.worker" .) "" | sha256sum | trunc 8 }}
+{{- $text := regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" (include "tandem.ray.worker" .) "" }}
+{{- include "tandem.ray.digest" (dict "text" $text "with" .resources) }}
+{{- end }}
+
+{{- /* (root, component): what a node of its group offers (cluster/placement.py, Placement.resource): its pool; or both
+pools, for one worker of either, which takes both. As JSON. */}}
+{{- define "tandem.ray.resources" -}}
+{{- $of := "" }}
+{{- with .root.Cluster }}{{ $of = printf "%s-" (splitList "." . | last) }}{{ end }}
+{{- $resources := dict (printf "%s%s" $of .component) "1" }}
+{{- if .root.Values.ray.switch_roles }}{{ $resources = dict (printf "%sprefill" $of) "1" (printf "%sdecode" $of) "1" }}{{ end }}
+{{- toJson $resources }}
+{{- end }}
+
+{{- /* The Job's own account, if the chart creates accounts: it may delete pods, and no other pod may */}}
+{{- define "tandem.ray.upgrade.account" -}}
+{{- if .Values.serviceAccount.create }}{{ printf "%s-upgrade" (include "tandem.name" .) | quote }}{{ else }}{{ include "tandem.account" . }}{{ end }}
 {{- end }}
 
 {{- /* (root, release: of cluster/kuberay/upgrade.py): the pod of the Job of an upgrade */}}
 {{- define "tandem.ray.upgrade" -}}
-{{- $this := dict "root" .root "component" "upgrade" "of" (pick .root.Values.router "priorityClassName" "nodeSelector" "tolerations" "affinity") }}
+{{- $this := dict "root" .root "component" "upgrade" "of" (pick .root.Values.router "priorityClassName" "nodeSelector" "tolerations") }}
+{{- $account := printf "serviceAccountName: %s" (include "tandem.account" .root) }}
 metadata:
   {{- include "tandem.metadata" $this | nindent 2 }}
 spec:
-  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # it deletes pods" | nindent 2 }}
-  restartPolicy: OnFailure
+  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # it deletes pods" | replace $account (printf "serviceAccountName: %s" (include "tandem.ray.upgrade.account" .root)) | nindent 2 }}
+  restartPolicy: Never  # the pod of a Job that failed keeps its log
   containers:
     - name: upgrade
       image: {{ include "tandem.image" (dict "root" .root "image" "router") }}
