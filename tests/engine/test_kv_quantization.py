@@ -323,9 +323,9 @@ def test_the_same_comparison_catches_scales_of_a_whole_step(
     model.recorded = None
     real = paged.write
 
-    def write(pages: torch.Tensor, scales: Any, new: torch.Tensor, step: Step) -> None:
+    def write(pages: torch.Tensor, scales: Any, new: torch.Tensor, step: Step, facts: CallFacts) -> None:
         shared = new.abs().amax().expand(*new.shape[:2], 1)
-        real(pages, scales, torch.cat([new[..., :-1], shared], dim=-1), step)
+        real(pages, scales, torch.cat([new[..., :-1], shared], dim=-1), step, facts)
 
     monkeypatch.setattr(paged, "write", write)
     assert differing(model)
