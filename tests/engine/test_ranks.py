@@ -504,8 +504,9 @@ def test_ranks_that_have_lost_step_add_nothing() -> None:
     with group_of(2) as (first, second), ThreadPoolExecutor(2) as pool:
         x = torch.ones(4)
         calls = [pool.submit(first.all_reduce, x, 1), pool.submit(second.all_reduce, x, 2)]
-        assert "lost step" in str(calls[1].exception())
-        assert calls[0].exception() is not None
+        said = [str(call.exception()) for call in calls]
+        assert any("lost step" in each for each in said), said  # whichever looks first
+        assert all("lost step" in each or "is broken" in each for each in said), said
         later = [pool.submit(group.all_reduce, x, 3) for group in (first, second)]
         assert all(call.exception() is not None for call in later)
 
