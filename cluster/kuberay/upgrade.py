@@ -67,7 +67,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class Situation:
-    """Of a pool. `workers` are those of its cluster by address: whether they serve. After an upgrade to another
+    """Of a pool. `workers` are its own by address: whether they serve. After an upgrade to another
     checkpoint those in former pods belong to another cluster, and nothing is known of them."""
 
     former: list[Pod]  # live pods of another template
@@ -211,7 +211,7 @@ class Upgrade:
         live = [pod for pod in pods if not pod.leaving]
         former = [pod for pod in live if pod.template != pool.groups[pod.group]]
         new = [pod for pod in live if pod not in former]
-        workers = {_host(record): record.state is State.READY for record in records}
+        workers = {_host(one): one.state is State.READY for one in records if one.role in pool.roles}
         return Situation(former, new, len(pods) - len(live), sum(wanted[role] for role in pool.roles), workers)
 
     async def _delete(self, pod: Pod) -> None:

@@ -36,6 +36,7 @@ class KubeRay:
         self.template, self.serves = NEW, True
         self.after = (0, "")  # so many deletions the RayCluster gets this template
         self.pods: dict[str, Any] = {}
+        self.api: KubernetesApi
         self.deleted: list[str] = []
         self.ready_heads: list[int] = []  # the number of deletions when a new head was ready
         self.serving_before: list[int] = []  # workers, at each deletion
@@ -151,10 +152,12 @@ def run(kuberay: KubeRay, registry: Registry, valkey: EmbeddedValkey, tmp_path: 
     (tmp_path / "token").write_text("token")
     settings = Settings(model="fake", redis=valkey.url)
 
+    kuberay.api = KubernetesApi(kuberay.url, tmp_path)
+
     def start(within_s: float = 10.0) -> Coroutine[Any, Any, None]:
         pools = [Pool(cluster=registry.cluster, roles=[role], groups={role: NEW}) for role in ("prefill", "decode")]
         release = Release(ray_cluster="demo", head=NEW, pools=pools, within_s=within_s)
-        return Upgrade(KubernetesApi(kuberay.url, tmp_path), release).run(settings)
+        return Upgrade(kuberay.api, release).run(settings)
 
     return start
 
@@ -242,6 +245,14 @@ async def test_workers_that_do_not_serve_stop_an_upgrade_which_goes_on_when_they
     await run()
     assert kuberay.templates() == {NEW}
     assert min(kuberay.serving_before[4:]) == 4
+
+
+async def test_only_the_pools_own_workers_count(kuberay: KubeRay, run: Start, registry: Registry) -> None:
+    """With those of the other pool and routers, the next pod would go although its pool lacks a worker."""
+    (pool,) = [Pool(cluster=registry.cluster, roles=["decode"], groups={"decode": NEW})]
+    await registry.beat(WorkerRecord("router-0", "router", State.READY, 1, "r", "10.0.0.99:1"))
+    upgrade_of = Upgrade(kuberay.api, Release(ray_cluster="demo", head=NEW, pools=[pool], within_s=1.0))
+    assert (await upgrade_of._situation(pool, registry)).all_serving == 3
 
 
 async def test_pods_of_a_group_that_is_no_more_go_last(kuberay: KubeRay, run: Start) -> None:
