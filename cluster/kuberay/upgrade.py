@@ -67,8 +67,8 @@ class Pod:
 
 @dataclass(frozen=True)
 class Situation:
-    """Of a pool. `workers` are its own by address: whether they serve. After an upgrade to another
-    checkpoint those in former pods belong to another cluster, and nothing is known of them."""
+    """Of a pool. `workers` are its own by address: whether they serve. After an upgrade to another checkpoint those in
+    former pods belong to another cluster, and nothing is known of them."""
 
     former: list[Pod]  # live pods of another template
     new: list[Pod]  # live pods of this release's

@@ -35,7 +35,7 @@ def append_chosen(
     place, going = 0, runs
     while going:
         rows = [run.row + place for run in going]
-        some = logits if len(rows) == len(logits) else rows_of(logits, rows)
+        some = rows_of(logits, rows)
         masks = filling if place == 0 else None
         chosen = choose(some, [run.sequence for run in going], masks, compiled=compiled)
         still: list[Run] = []

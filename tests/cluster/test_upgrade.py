@@ -34,7 +34,7 @@ class KubeRay:
 
     def __init__(self, registry: Registry, loop: asyncio.AbstractEventLoop) -> None:
         self.template, self.serves = NEW, True
-        self.after = (0, "")  # so many deletions the RayCluster gets this template
+        self.superseded = (0, "")  # at this number of deletions the RayCluster gets another template, this one
         self.pods: dict[str, Any] = {}
         self.api: KubernetesApi
         self.deleted: list[str] = []
@@ -78,8 +78,8 @@ class KubeRay:
         self.deleted.append(name)
         self.serving_before.append(self.serving())
         self.pods[name]["metadata"]["deletionTimestamp"] = "now"
-        if len(self.deleted) == self.after[0]:
-            self.template = self.after[1]
+        if len(self.deleted) == self.superseded[0]:
+            self.template = self.superseded[1]
         asyncio.run_coroutine_threadsafe(self._end(name), self._loop)
         return 200
 
@@ -291,7 +291,7 @@ async def test_nothing_is_deleted_before_the_raycluster_has_the_templates(
 async def test_a_job_deletes_nothing_of_the_release_after_its_own(kuberay: KubeRay, run: Start) -> None:
     """Helm ends the former Job only when the new manifests are applied. To the former one the new pods would be former
     ones."""
-    kuberay.after = (2, "newer")
+    kuberay.superseded = (2, "newer")
     with pytest.raises(PreconditionFailed, match="another release"):
         await run()
     assert kuberay.deleted == ["headgroup-1", "prefill-2"]

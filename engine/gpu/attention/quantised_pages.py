@@ -33,10 +33,9 @@ def write_quantised(
 
 
 def differs(pages: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Whether the kernel writes other bytes into slots of a few blocks than the host; None if it does not. K and V are
-    given as attention gives them, heads first in memory.
-    One head, of the first token or a later one, is zero, one too small for a scale, one is not finite, and one has a
-    scale that needs no rounding."""
+    """What is wrong with the bytes that the kernel writes into slots of a few blocks, compared with the host's; None if
+    nothing is. K and V are given as attention gives them, heads first in memory. One head, of the first token or a
+    later one, is zero, one too small for a scale, one is not finite, and one has a scale that needs no rounding."""
     blocks = torch.arange(min(4, len(pages)))
     fresh = torch.randn(len(blocks), *pages.shape[2:], generator=torch.Generator().manual_seed(0))
     heads = fresh.flatten(0, 1)  # [tokens * kv_heads, d], a view

@@ -278,12 +278,12 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{- /* Who a pod is, and where its images come from */}}
 {{- define "tandem.identity" -}}
-serviceAccountName: {{ include "tandem.account" . }}
-automountServiceAccountToken: false
+serviceAccountName: {{ .account | default (include "tandem.account" .root) }}
+automountServiceAccountToken: {{ .token | default false }}
 # Otherwise Kubernetes would add variables that look like settings: TANDEM_ROUTER_PORT for a Service "tandem-router".
 enableServiceLinks: false
-securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
-{{- with .Values.image.pullSecrets }}
+securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
   - name: {{ . | quote }}
@@ -291,9 +291,10 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{- /* (root, component, of: a pool, the router...; ray): what all pods of ours have */}}
+{{- /* (root, component, of: a pool, the router...; ray; token: whether it asks Kubernetes; account: if not the release's):
+what all pods of ours have */}}
 {{- define "tandem.pod" -}}
-{{- include "tandem.identity" .root }}
+{{- include "tandem.identity" . }}
 {{- if .of.hostNetwork }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet

@@ -13,7 +13,8 @@ pools' initial sizes, digest) */}}
 metadata:
   {{- include "tandem.metadata" $this | nindent 2 }}
 spec:
-  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # KubeRay's account: the autoscaler asks for pods" | nindent 2 }}
+  {{- /* With KubeRay's account: the autoscaler asks for pods. */}}
+  {{- include "tandem.pod" (merge (dict "token" true) $this) | nindent 2 }}
   # To find the head's node, Ray's library looks for the process of its raylet, which is in another container.
   shareProcessNamespace: true
   # Each starts a supervisor, which outlives it, and watches it. As sidecars they are started again when they end:
@@ -163,11 +164,10 @@ pools, for one worker of either, which takes both. As JSON. */}}
 {{- /* (root, release: of cluster/kuberay/upgrade.py): the pod of the Job of an upgrade */}}
 {{- define "tandem.ray.upgrade" -}}
 {{- $this := dict "root" .root "component" "upgrade" "of" (pick .root.Values.router "priorityClassName" "nodeSelector" "tolerations") }}
-{{- $account := printf "serviceAccountName: %s" (include "tandem.account" .root) }}
 metadata:
   {{- include "tandem.metadata" $this | nindent 2 }}
 spec:
-  {{- include "tandem.pod" $this | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true  # it deletes pods" | replace $account (printf "serviceAccountName: %s" (include "tandem.ray.upgrade.account" .root)) | nindent 2 }}
+  {{- include "tandem.pod" (merge (dict "token" true "account" (include "tandem.ray.upgrade.account" .root)) $this) | nindent 2 }}
   restartPolicy: Never  # the pod of a Job that failed keeps its log
   containers:
     - name: upgrade
