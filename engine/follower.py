@@ -1,18 +1,13 @@
 """A rank of a worker other than rank 0: loads its part of the model and runs the steps that rank 0 sends.
 
-    python -m engine.follower CONNECTION MEMORY RANK SIZE      two open files of rank 0 (engine/parallel/leader.py)
-
 It ends when rank 0's process ends, closes the connection, or breaks the group. It has no network and no sampling.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -31,18 +26,9 @@ from engine.runner.lora import received
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import InternalError, TandemError, Unavailable
 
-PR_SET_PDEATHSIG = 1
 CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)
-
-
-def end_with_parent() -> None:
-    """SIGKILL for this process when rank 0's engine ends, also if this one is stopped. An end that is asked of all
-    processes of a terminal is for rank 0 to make."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +103,3 @@ def main(connection: socket.socket, memory: int, rank: int, size: int) -> int:
             rank_messages.send(connection, FAILED, rank_messages.of_json({"why": why}))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    logging.basicConfig(format=f"rank {sys.argv[3]}: %(message)s")
-    end_with_parent()
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), *map(int, sys.argv[2:])))

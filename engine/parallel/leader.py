@@ -38,6 +38,7 @@ from tandem.errors import CheckpointRefused, TandemError, Unavailable
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[2]
+RANK_PROCESS = "engine.rank_process"
 WATCH_S = 0.25  # between two checks of the beats
 STALE_S = 1.5  # without a beat after the first, while this process runs: stopped
 START_S = 120.0  # until the first beat, because the process imports libraries
@@ -251,7 +252,7 @@ def start_rank(rank: int, size: int, memory: int) -> tuple[socket.socket, subpro
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.follower", *map(str, (its.fileno(), memory, rank, size))],
+            [sys.executable, "-m", RANK_PROCESS, *map(str, (its.fileno(), memory, rank, size, os.getpid()))],
             pass_fds=(its.fileno(), memory),
             stdin=subprocess.DEVNULL,
             stdout=2,  # a worker's stdout has a defined format

@@ -6,6 +6,9 @@ import gc
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -550,6 +553,20 @@ def test_an_orderly_end_leaves_nothing(tiny: Path, monkeypatch: pytest.MonkeyPat
     del engine
     gc.collect()
     assert shared_memory() == before
+
+
+def test_a_rank_does_not_outlive_rank_0_that_dies_before_it_knows() -> None:
+    """Rank 0's process ends right after it has started a rank, whose connection somebody else still holds."""
+    ours, its = socket.socketpair()
+    rank = [sys.executable, "-m", leader.RANK_PROCESS, *map(str, (its.fileno(), its.fileno(), 1, 2))]
+    code = f"import os, subprocess; subprocess.Popen([*{rank}, str(os.getpid())], pass_fds=[{its.fileno()}])"
+    with ours:
+        with its:
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=leader.ROOT, pass_fds=[its.fileno()], timeout=60, check=True
+            )
+        ours.settimeout(60)
+        assert ours.recv(1) == b""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

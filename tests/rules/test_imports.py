@@ -159,6 +159,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         *(
+            ("rank_process",),
             ("builder", "follower"),
             ("engine_thread", "calibration"),
             ("engine",),

@@ -24,6 +24,7 @@ from tandem.errors import DeadlineExceeded, InternalError, TandemError, Unavaila
 
 FREEZE_S, REGISTRY_S, HICCUP_S, SILENCE_S, ERRORS_S = 10.0, 4.0, (1.0, 4.0), (5.0, 25.0), 10.0
 FLAPS = 12
+RANK_PROCESS = "engine.rank_process"
 ENGINES = ("prefill", "decode")
 HANG_S = 4.0  # a process stopped for longer must be noticed
 STRIKES_S = 10.0  # for an order to fire: a worker without work takes no step
@@ -102,7 +103,7 @@ class Faults:
     async def _rank(self, client: AsyncClient) -> str:
         """A rank of a worker of several dies, or stops for good: the worker must end."""
         worker = await self._random_worker(client)
-        ranks = [one for one in psutil.Process(worker.pid).children() if "engine.follower" in one.cmdline()]
+        ranks = [one for one in psutil.Process(worker.pid).children() if RANK_PROCESS in one.cmdline()]
         if not ranks:
             raise NotStruck(f"{worker.worker_id} has one rank")
         rank, stops, at = self._chance.choice(ranks), self._chance.random() < 0.5, monotonic()
