@@ -119,7 +119,7 @@ class EngineThread:
     def __init__(self, make: Callable[[], Engine]) -> None:
         """Await `built()` first."""
         self.broken: TandemError | None = None
-        self.on_broken: Callable[[], object] | None = None  # called once, on the thread that finds it
+        self.on_broken: Callable[[], object] | None = None  # see `tell`
         self.after_iteration: Callable[[], object] | None = None  # called after each iteration, on the engine thread
         # Likewise after each step: prompt tokens, streams and seconds of it.
         self.after_step: Callable[[int, int, float], object] | None = None
@@ -140,6 +140,13 @@ class EngineThread:
     async def built(self) -> None:
         """Waits until the engine is built. Raises the errors of `make`."""
         await asyncio.wrap_future(self._built)
+
+    def tell(self, on_broken: Callable[[], object]) -> None:
+        """`on_broken` is called once, on the thread that finds it. Raises the error of an engine that has broken
+        already, as by the loss of a rank while no incarnation of its worker served."""
+        self.on_broken = on_broken
+        if self.broken:
+            raise self.broken
 
     def stop(self, timeout: float = 10.0) -> None:
         with self._wake:

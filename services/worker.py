@@ -55,7 +55,7 @@ class Worker:
         self.incarnation = secrets.token_hex(8)
         self.engine_thread, self.engine = engine, engine.engine
         self.engine.alone_s = alone_s(role, settings)
-        self.can_switch_role = self.engine.config.generates  # to the other pool
+        self.can_switch_role = self.engine.config.generates and settings.prefill_tp == settings.decode_tp
         self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
         region = region_of(self.engine.pages, self.engine.spare)
@@ -91,7 +91,7 @@ class Worker:
         """Call it after adding all servicers to `self.grpc.server`."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
-        self.engine_thread.on_broken = self._broke
+        self.engine_thread.tell(self._broke)
         self.transport.on_broken = partial(self.transport_broke, self.transport)
         probes = Probes(self._here, lambda: self.state is State.READY)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)

@@ -39,18 +39,21 @@ class Load:
 
     def __init__(self, cluster: Any, prompts: list[list[int]]) -> None:
         self._cluster, self._prompts = cluster, prompts
-        self.answers: list[tuple[int, list[int]]] = []
+        self.answers: list[tuple[int, Any]] = []  # the place of the prompt, and the answer
         self.seen: set[str] = set()
         self._over = False
         self._more = asyncio.Condition()
 
+    async def ask(self, place: int) -> Any:
+        return await self._cluster.client.generate(
+            self._prompts[place], max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=SOON_S
+        )
+
     async def client(self, number: int) -> None:
         while not self._over:
             place = number % len(self._prompts)
-            answer = await self._cluster.client.generate(
-                self._prompts[place], max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=SOON_S
-            )
-            self.answers.append((place, list(answer.token_ids)))
+            answer = await self.ask(place)
+            self.answers.append((place, answer))
             hops = [answer.receipt.decode_worker, answer.receipt.prefill_worker]
             self.seen.update(filter(None, hops))
             number += 3
@@ -93,7 +96,7 @@ async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: 
         await cluster.freed()
         assert await cluster.ledgers_balance()
     assert len(load.answers) >= 9
-    assert [place for place, tokens in load.answers if tokens != expected[place]] == []
+    assert [place for place, answer in load.answers if answer.token_ids != expected[place]] == []
 
 
 async def test_a_stream_that_outlasts_the_drain_goes_on_elsewhere(inside: Any, tiny: Any) -> None:
