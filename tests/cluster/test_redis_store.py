@@ -28,6 +28,7 @@ from cluster.state.job_journal import Asked, JobJournal, JobState, Kept
 from cluster.state.redis_store import RedisStore
 from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.state.response_store import ResponseStore
+from loadtest.harness import certificates
 from tandem.errors import NotFound, SettingsError, Unavailable
 from tandem.settings import Settings
 
@@ -280,20 +281,12 @@ async def replicated(port: int, guard: int) -> None:
     await sentinel.close()
 
 
-def certify(at: Path) -> None:
-    names = ("-subj", "/CN=registry", "-addext", "subjectAltName=IP:127.0.0.1")
-    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-    command = ("openssl", "req", "-x509", *kind, *names, "-keyout", f"{at}.key", "-out", f"{at}.pem")
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
-
-
 async def test_an_encrypted_server(tmp_path: Path) -> None:
     """A certificate of the given authority is asked for; a server with another one gets no password."""
     port, outer = free_ports(2)
-    for name in ("ours", "strange"):
-        certify(tmp_path / name)
+    certificates.make(tmp_path, "ours", "strange")
     with valkey(port, config=f"requirepass {SECRET}"):
-        async with encrypted(outer, port, tmp_path / "ours.pem", tmp_path / "ours.key"):
+        async with encrypted(outer, port, tmp_path / "ours-router.pem", tmp_path / "ours-router.key"):
             url = f"rediss://:{SECRET}@127.0.0.1:{outer}/0?ssl_ca_certs={tmp_path}"
             await works(f"{url}/ours.pem")
             await unanswered(f"{url}/strange.pem")

@@ -17,12 +17,12 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from cli.main import app
+from loadtest.harness import certificates
 from tandem.async_client import AsyncClient
 from tandem.rpc.channel import Tls
 from tests.deploy.chart import NAME, ROOT, example, render
 from tests.deploy.test_chart import pods
 from tests.deploy.test_signals import asked, counted
-from tests.support import certificates
 
 RUNBOOKS = sorted((ROOT / "docs/runbooks").glob("*.md"))
 RELEASE = f"{NAME}-tandem"

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from pydantic import SecretStr
 
+from loadtest.harness import certificates
 from services import launch
 from services.cluster_credentials import to_workers
 from services.grpc_server import Channels
@@ -21,7 +22,7 @@ from tandem.errors import InvalidRequest, SettingsError, Unavailable
 from tandem.rpc.channel import Tls
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.support import certificates, oracle
+from tests.support import oracle
 from tests.support.waiting import until
 
 

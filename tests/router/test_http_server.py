@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from loadtest.harness import certificates
 from services.router.frontend import http_server
 from services.router.frontend.http_server import Server
 from tandem.settings import Settings
-from tests.support import certificates
 from tests.support.waiting import until
 
 SOON_S = 30.0

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from loadtest.harness import certificates
 from services import grpc_server
 from services.cluster_credentials import front_door
 from services.grpc_server import GrpcServer
@@ -20,7 +21,6 @@ from tandem import grpc_errors
 from tandem.errors import DeadlineExceeded, Unauthenticated
 from tandem.grpc_errors import calling
 from tandem.settings import Settings
-from tests.support import certificates
 from tests.support.flood import HEADERS, PING, PREFACE, SETTINGS, frame, literal
 from tests.support.waiting import until
 

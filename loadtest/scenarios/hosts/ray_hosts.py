@@ -34,6 +34,9 @@ START_S = 180.0
 ANSWER_S = 20.0
 STOP_S = 45.0  # drain_grace_s and the margin for a worker whose host is lost and which Ray has not given up yet
 TARGET = "127.0.0.1:50051"
+AUTHORITY, CLUSTER, REGISTRY = "ours", "ours-cluster", "ours-registry"  # of a secured cluster
+NAMES = (("cluster", "DNS:tandem-cluster"), ("registry", f"IP:{NETWORK}1"))
+INNER_PORT = "6389"  # of its Valkey, on loopback
 
 
 def documented(start: str) -> list[str]:
@@ -122,7 +125,8 @@ class Clients:
 
 class RayHosts:
     """`settings` are of `tandem up` and Ray, in the environment of all hosts; `wires` as in Network; `up_on` is the
-    host of Valkey, `tandem up` and the clients. `ipv6`: the hosts know each other by addresses of IPv6."""
+    host of Valkey, `tandem up` and the clients. `ipv6`: the hosts know each other by addresses of IPv6. `secured`: a
+    folder with certificates (harness/certificates.py), by which the registry and all calls are encrypted."""
 
     def __init__(
         self,
@@ -132,13 +136,20 @@ class RayHosts:
         up_on: str = "head",
         *,
         ipv6: bool = False,
+        secured: Path | None = None,
     ) -> None:
         self.network = Network(names := ["head", "a", "b"], wires)
-        self._up_on, self._ipv6 = up_on, ipv6
+        self._up_on, self._ipv6, self._secured = up_on, ipv6, secured
         password = secrets.token_hex(8)
         registry = f"{password}@{NETWORK}{names.index(up_on) + 1}:"
         self._up = documented("tandem up")[0].replace(f"PASSWORD@{NETWORK}1:", registry).replace("demo/model", model)
-        self._password = password
+        if secured:
+            self._up = self._up.replace("redis://", "rediss://").replace(
+                "/0'", f"/0?ssl_ca_certs={secured}/{AUTHORITY}.pem'"
+            )
+            named = {"CERT": f"{CLUSTER}.pem", "KEY": f"{CLUSTER}.key", "CA": f"{AUTHORITY}.pem"}
+            settings = {**settings, **{f"TANDEM_CLUSTER_{key}": f"{secured}/{file}" for key, file in named.items()}}
+        self._password, self.registry_port = password, re.findall(r"@[\d.]+:(\d+)", self._up)[0]
         self._logs: dict[str, Path] = {}
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "RAY_"))},
@@ -169,10 +180,12 @@ class RayHosts:
 
     def _start(self) -> None:
         home = self.hosts[self._up_on]
-        port = re.findall(r"@[\d.]+:(\d+)", self._up)[0]
-        secured = ["--requirepass", self._password, "--bind", *self._words(home.address), "--port", port]
+        address = *self._words(home.address), self.registry_port
+        if self._secured:
+            address = self._encrypted(home, *address)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        home.start([str(server_binary()), "--save", "", "--appendonly", "no", *secured], **quiet)
+        options = ["--requirepass", self._password, "--bind", address[0], "--port", address[1]]
+        home.start([str(server_binary()), "--save", "", "--appendonly", "no", *options], **quiet)
         self.ray_start("head")
         joining = [threading.Thread(target=self.ray_start, args=(name,)) for name in ("a", "b")]
         for thread in joining:
@@ -187,6 +200,22 @@ class RayHosts:
         if not ready.wait(START_S) or self.up.poll() is not None:
             raise Unavailable("the cluster did not start: " + "".join(self.said[-20:]))
         self.clients = Clients(home, self.env)
+
+    def _encrypted(self, home: Host, address: str, port: str) -> tuple[str, str]:
+        """A TLS proxy at the registry's address, because this Valkey is built without TLS; returns where Valkey is."""
+        at = f"{self._secured}/{REGISTRY}"
+        proxy = [
+            sys.executable,
+            "-m",
+            "loadtest.scenarios.hosts.tls_proxy",
+            address,
+            port,
+            INNER_PORT,
+            f"{at}.pem",
+            f"{at}.key",
+        ]
+        home.start(proxy, env=self.env, stdout=subprocess.DEVNULL)
+        return "127.0.0.1", INNER_PORT
 
     def _words(self, command: str) -> list[str]:
         """A command of the page, which has addresses of IPv4."""

@@ -8,14 +8,15 @@
     kill-source  the prefill worker's host is killed while its KV crosses to host b, and joins again
     kill-sink    host b is killed then, and joins again
     ipv6         all hosts know each other by addresses of IPv6
+    secured      certificates: the registry by TLS, and calls between hosts by TLS of both sides
     long-cut     both hosts with workers are cut off for 25 s
     return       host b is killed, and joins again by the command of docs/ray.md
     head         the host of Ray's head is lost, with `tandem up` and the router on host a
     home         the host of `tandem up` is lost: Ray ends the workers on the others
 
 Each shows whether the tokens are those of an undisturbed run, the longest silence of a stream, and whether the ledgers
-balance afterwards. `loss`, `delay`, `slow`, `crawl` and `ipv6` also require that KV has crossed to host b: by the
-receipts, and by the bytes that its port of the switch has sent. Needs root.
+balance afterwards. `loss`, `delay`, `slow`, `crawl`, `ipv6` and `secured` also require that KV has crossed to host b:
+by the receipts, and by the bytes that its port of the switch has sent. Needs root, and openssl for `secured`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from typing import Annotated, Any
 
 import typer
 
+from loadtest.harness import certificates
 from loadtest.harness.options import names
-from loadtest.scenarios.hosts import wall_time
-from loadtest.scenarios.hosts.namespaces import forbidden
+from loadtest.scenarios.hosts import ray_hosts, wall_time
+from loadtest.scenarios.hosts.namespaces import Host, forbidden
 from loadtest.scenarios.hosts.ray_hosts import ROOT, RayHosts, Stream
 from tandem.errors import TandemError, Unavailable
 
@@ -54,6 +56,16 @@ LONG_PROMPT = 8000
 CRAWL = "20mbit"
 MOVED_PROMPT, A_PART, A_TRANSFER = 600, 256 << 10, 1_800_000  # tokens; bytes of KV of such a prompt
 LONGEST_LIMIT_S = 10.0  # of a probe; a batch of a transfer has 4 s, connecting 5
+PLAIN = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), 5.0) as connection:
+    connection.sendall(b"PING\\r\\n")
+    try:
+        print(connection.recv(1).hex())
+    except ConnectionResetError:
+        print()
+"""
+ALERT = "15"  # of TLS
 ACROSS = "nixl:ucx:tcp"
 HEADLESS_S = 90.0  # longer than a raylet waits for the head by default
 POOL = {"prefill-0", "decode-0", "decode-1"}
@@ -258,6 +270,30 @@ def ipv6() -> str:
         return f"{_report(found)}; {crossing.of(found)}; {', '.join(sorted(addresses))}"
 
 
+def secured() -> str:
+    with tempfile.TemporaryDirectory(prefix=".certificates-", dir=ROOT) as folder:
+        pems = certificates.make(Path(folder), ray_hosts.AUTHORITY, names=ray_hosts.NAMES)
+        with RayHosts(MODEL, SETTINGS, secured=pems) as cluster:
+            crossing = Crossing(cluster)
+            found = through(cluster, lambda: None, 4, length=200, count=8, new=300)
+            said = f"{_report(found)}; {crossing.of(found)}"
+            workers = cluster.clients.ask("workers")["answer"]["workers"]
+            asked = [worker["address"] for worker in workers if worker["role"] != "router"]
+            asked.append(f"{cluster.hosts['head'].address}:{cluster.registry_port}")
+            answers = {address: _unencrypted(cluster.hosts["b"], address) for address in asked}
+            if not set(answers.values()) <= {"", ALERT}:
+                raise Failure(f"a call without encryption was answered: {answers}")
+            if (inside := _unencrypted(cluster.hosts["head"], f"127.0.0.1:{ray_hosts.INNER_PORT}")) in ("", ALERT):
+                raise Failure(f"control: Valkey behind the proxy answered {inside!r}")
+            return f"{said}; {len(answers)} addresses answer nothing without encryption"
+
+
+def _unencrypted(host: Host, address: str) -> str:
+    """The first byte of what a server answers to the registry's PING in plain text, in hexadecimal; empty if it closes
+    the connection. A gRPC server without TLS would send its settings."""
+    return host.do(sys.executable, "-c", PLAIN, *address.rsplit(":", 1)).strip()
+
+
 def long_cut() -> str:
     with RayHosts(MODEL, SETTINGS) as cluster:
 
@@ -317,6 +353,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "kill-source": partial(killed, "a"),
     "kill-sink": partial(killed, "b"),
     "ipv6": ipv6,
+    "secured": secured,
     "long-cut": long_cut,
     "return": returns,
     "head": head,
