@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 SYSFS = Path("/sys/class")
+RDMA_BY_UCX = (
+    "see that UCX_TLS and UCX_NET_DEVICES admit it, that /dev/infiniband is there, and that memory may be locked"
+    " (ulimit -l)"
+)
 ACTIVE = "ACTIVE"  # of an RDMA port's state, as in "4: ACTIVE"
 
 
@@ -20,9 +26,8 @@ def why_slow(link: str, devices: str, sysfs: Path = SYSFS) -> str:
     rdma, ethernet = _rdma(sysfs / "infiniband"), _ethernet(sysfs / "net")
     by_tcp = link.endswith("tcp")
     if by_tcp and rdma:
-        return (
-            f"KV goes by TCP over {devices}, and this host has {', '.join(sorted(rdma))}: see that UCX_TLS and"
-            " UCX_NET_DEVICES admit it, that /dev/infiniband is there, and that memory may be locked (ulimit -l)"
+        return f"KV goes by TCP over {devices}, and this host has {', '.join(sorted(rdma))}: " + (
+            "transport = nixl can use it" if link.startswith("gloo") else RDMA_BY_UCX
         )
     speeds = ethernet if by_tcp else rdma
     known = [speeds[name] for name in used if name in speeds]
@@ -30,10 +35,17 @@ def why_slow(link: str, devices: str, sysfs: Path = SYSFS) -> str:
     if not faster:
         return ""
     best = max(faster, key=lambda name: faster[name])
+    by_ucx = f"UCX_NET_DEVICES={best}{'' if by_tcp else ':1'} chooses it"
     return (
         f"KV goes over {devices} with {max(known) / 1e3:g} Gbit/s, and {best} of this host has {faster[best] / 1e3:g}:"
-        f" UCX_NET_DEVICES={best}{'' if by_tcp else ':1'} chooses it"
+        f" {'its address as advertise_host chooses it' if link.startswith('gloo') else by_ucx}"
     )
+
+
+def device_of(address: str) -> str:
+    """The device of this host with that IP address; empty if none has it."""
+    known = psutil.net_if_addrs().items()
+    return next((name for name, given in known if any(one.address.partition("%")[0] == address for one in given)), "")
 
 
 def _ethernet(folder: Path) -> dict[str, float]:

@@ -187,10 +187,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             transport=link,
             bytes_per_second=speed,
             device=device,
-            slow=why_slow(link, device),
+            slow=why_slow(link, device) if _host(where.address) != _host(worker.address) else "",
             why=source.transport.why(source.peer),
             converted=source.landing.names if source.landing else "",
         )
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _sequence(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.backends.network_devices import why_slow
+from kvtransfer.backends.network_devices import device_of, why_slow
 
 
 def ethernet(sysfs: Path, name: str, speed: str, *, real: bool = True, state: str = "up") -> None:
@@ -33,6 +33,7 @@ def test_a_faster_ethernet_device_is_named(tmp_path: Path) -> None:
     ethernet(tmp_path, "eth3", "-1")
     slow = why_slow("nixl:ucx:tcp", "eth0", tmp_path)
     assert slow == "KV goes over eth0 with 1 Gbit/s, and eth1 of this host has 100: UCX_NET_DEVICES=eth1 chooses it"
+    assert "eth1 of this host has 100: its address as advertise_host" in why_slow("gloo:tcp", "eth0", tmp_path)
     assert why_slow("nixl:ucx:tcp", "eth1", tmp_path) == ""
     assert why_slow("nixl:ucx:tcp", "docker0", tmp_path) == ""  # its speed is unknown
 
@@ -45,8 +46,14 @@ def test_tcp_where_there_is_rdma_is_slow(tmp_path: Path) -> None:
     rdma(tmp_path, "mlx5_0", "100 Gb/sec (4X EDR)")
     rdma(tmp_path, "mlx5_1", "200 Gb/sec (4X HDR)")
     assert "this host has mlx5_0, mlx5_1" in why_slow("nixl:ucx:tcp", "eth0", tmp_path)
+    assert "transport = nixl" in why_slow("gloo:tcp", "eth0", tmp_path)
     assert "UCX_NET_DEVICES=mlx5_1:1" in why_slow("nixl:ucx:rc_mlx5", "mlx5_0:1", tmp_path)
     assert why_slow("nixl:ucx:rc_mlx5", "mlx5_0:1+mlx5_1:1", tmp_path) == ""
+
+
+def test_an_address_names_its_device() -> None:
+    """Loopback's is `lo`; an address that no device has (RFC 5737) names none."""
+    assert [device_of(address) for address in ("127.0.0.1", "192.0.2.1")] == ["lo", ""]
 
 
 @pytest.mark.parametrize(("link", "devices"), [("nixl:ucx:cma", ""), ("nixl:ucx:tcp", "lo"), ("nixl:ucx:unknown", "")])

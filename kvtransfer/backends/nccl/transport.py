@@ -27,6 +27,7 @@ from contextlib import aclosing, contextmanager
 
 from kvtransfer.backends.nccl.group import backend_of, check_host
 from kvtransfer.backends.nccl.link import IN_FLIGHT, SECRET_BYTES, Batch, Pages, PairLink, SinkLink, SourceLink
+from kvtransfer.backends.network_devices import device_of
 from kvtransfer.transport import STALL_S, Dial, Pair, batches, check_pairs, describe, settle
 from kvtransfer.types import (
     LinkEntry,
@@ -134,7 +135,8 @@ class NcclTransport:
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
     def device(self, peer: Peer) -> str:
-        return ""  # neither Gloo nor NCCL reports it
+        """Gloo binds its connections to this worker's address. NCCL chooses a device and does not report it."""
+        return device_of(self._host) if backend_of(self._pages.device) == "gloo" else ""
 
     def why(self, peer: Peer) -> str:
         return ""

@@ -25,7 +25,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from loadtest.scenarios.hosts.ray_hosts import ROOT, RayHosts, Stream
 from tandem.errors import TandemError, Unavailable
 
 MODEL = "demo/model"
+Settings = Mapping[str, str]
 SETTINGS = {
     "TANDEM_DTYPE": "float32",
     "TANDEM_KV_BLOCKS": "2048",
@@ -66,7 +67,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), 5.0) as connectio
         print()
 """
 ALERT = "15"  # of TLS
-ACROSS = "nixl:ucx:tcp"
+ACROSS = {"nixl": "nixl:ucx:tcp", "nccl": "gloo:tcp"}
 HEADLESS_S = 90.0  # longer than a raylet waits for the head by default
 POOL = {"prefill-0", "decode-0", "decode-1"}
 
@@ -159,17 +160,18 @@ class Crossing:
         receipts = [stream.receipt for stream in streams if stream.receipt["decode_worker"] in there]
         moved = [receipt["transfer"] for receipt in receipts if receipt["transfer"]]
         said = sum(transfer["bytes"] for transfer in moved)
-        if {transfer["transport"] for transfer in moved} != {ACROSS} or not said <= sent:
-            raise Failure(f"not {said} bytes over {ACROSS} by the receipts and {sent} at the switch: {moved}")
+        over = ACROSS[self._cluster.env["TANDEM_TRANSPORT"]]
+        if {transfer["transport"] for transfer in moved} != {over} or not said <= sent:
+            raise Failure(f"not {said} bytes over {over} by the receipts and {sent} at the switch: {moved}")
         self.longest_s = max(transfer["seconds"] for transfer in moved)
         return (
-            f"{len(moved)} of {len(streams)} transfers to host b over {ACROSS}, the longest {self.longest_s:.1f} s, "
+            f"{len(moved)} of {len(streams)} transfers to host b over {over}, the longest {self.longest_s:.1f} s, "
             f"{said / 2**20:.0f} MiB by the receipts and {sent / 2**20:.0f} at the switch"
         )
 
 
-def wired(options: str) -> str:
-    with RayHosts(MODEL, SETTINGS, {"b": "delay 0"}) as cluster:
+def wired(options: str, settings: Settings) -> str:
+    with RayHosts(MODEL, settings, {"b": "delay 0"}) as cluster:
         crossing = Crossing(cluster)
         found = through(cluster, lambda: cluster.hosts["b"].wire(options), 4, length=200, count=8, new=300)
         return f"{_report(found)}; {crossing.of(found)}"
@@ -189,9 +191,9 @@ def _long_model() -> Iterator[str]:
 
 
 @contextmanager
-def _limited(rate: str, rounds: int, **more: str) -> Iterator[tuple[list[Stream], Crossing]]:
+def _limited(rate: str, rounds: int, settings: Settings) -> Iterator[tuple[list[Stream], Crossing]]:
     """Streams whose KV crosses a link of this rate."""
-    with _long_model() as model, RayHosts(model, SETTINGS | {"TANDEM_KV_BLOCKS": "4096"} | more) as cluster:
+    with _long_model() as model, RayHosts(model, {**settings, "TANDEM_KV_BLOCKS": "4096"}) as cluster:
         crossing: list[Crossing] = []
 
         def harm() -> None:
@@ -201,13 +203,13 @@ def _limited(rate: str, rounds: int, **more: str) -> Iterator[tuple[list[Stream]
         yield through(cluster, harm, rounds, length=LONG_PROMPT, count=4, new=40), crossing[0]
 
 
-def slow() -> str:
-    with _limited("1gbit", 3) as (found, crossing):
+def slow(settings: Settings) -> str:
+    with _limited("1gbit", 3, settings) as (found, crossing):
         return f"{_report(found)}; {crossing.of(found)}"
 
 
-def crawl() -> str:
-    with _limited(CRAWL, 1) as (found, crossing):
+def crawl(settings: Settings) -> str:
+    with _limited(CRAWL, 1, settings) as (found, crossing):
         said = f"{_report(found)}; {crossing.of(found)}"
         if crossing.longest_s < LONGEST_LIMIT_S or any(stream.receipt["attempts"] > 1 for stream in found):
             raise Failure(f"a transfer failed, or none took longer than {LONGEST_LIMIT_S:g} s: {said}")
@@ -222,9 +224,9 @@ def _wall_time() -> Iterator[dict[str, str]]:
         yield {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
-def crawl_wall() -> str:
+def crawl_wall(settings: Settings) -> str:
     try:
-        with _wall_time() as env, _limited(CRAWL, 1, **env) as (found, _):
+        with _wall_time() as env, _limited(CRAWL, 1, {**settings, **env}) as (found, _):
             failed = [note for stream in found for note in stream.receipt["notes"] if wall_time.WHY in note]
             said = f"{_report(found)}; {len(failed)} attempts failed"
     except Failure as error:
@@ -234,9 +236,9 @@ def crawl_wall() -> str:
     return f"fails, as it should: {said}"
 
 
-def killed(name: str) -> str:
+def killed(name: str, settings: Settings) -> str:
     """The host `name` is killed when the switch has sent a part of one transfer to host b."""
-    with RayHosts(MODEL, SETTINGS) as cluster:
+    with RayHosts(MODEL, settings) as cluster:
         asked = prompts(4, MOVED_PROMPT)
         expected = finished(cluster, begin(cluster, asked, 40))
         nodes = {worker["worker_id"]: worker["node"] for worker in cluster.clients.ask("workers")["answer"]["workers"]}
@@ -262,18 +264,18 @@ def killed(name: str) -> str:
         return f"{_report(streams)}; {sent >> 10} KiB of at least {A_TRANSFER >> 10} had crossed"
 
 
-def ipv6() -> str:
-    with RayHosts(MODEL, SETTINGS, ipv6=True) as cluster:
+def ipv6(settings: Settings) -> str:
+    with RayHosts(MODEL, settings, ipv6=True) as cluster:
         crossing = Crossing(cluster)
         found = through(cluster, lambda: None, 4, length=200, count=8, new=300)
         addresses = {worker["address"] for worker in cluster.clients.ask("workers")["answer"]["workers"]}
         return f"{_report(found)}; {crossing.of(found)}; {', '.join(sorted(addresses))}"
 
 
-def secured() -> str:
+def secured(settings: Settings) -> str:
     with tempfile.TemporaryDirectory(prefix=".certificates-", dir=ROOT) as folder:
         pems = certificates.make(Path(folder), ray_hosts.AUTHORITY, names=ray_hosts.NAMES)
-        with RayHosts(MODEL, SETTINGS, secured=pems) as cluster:
+        with RayHosts(MODEL, settings, secured=pems) as cluster:
             crossing = Crossing(cluster)
             found = through(cluster, lambda: None, 4, length=200, count=8, new=300)
             said = f"{_report(found)}; {crossing.of(found)}"
@@ -294,8 +296,8 @@ def _unencrypted(host: Host, address: str) -> str:
     return host.do(sys.executable, "-c", PLAIN, *address.rsplit(":", 1)).strip()
 
 
-def long_cut() -> str:
-    with RayHosts(MODEL, SETTINGS) as cluster:
+def long_cut(settings: Settings) -> str:
+    with RayHosts(MODEL, settings) as cluster:
 
         def cut() -> None:
             for name in ("a", "b"):
@@ -310,8 +312,8 @@ def long_cut() -> str:
         return f"{_report(streams)}; then {_report(again)}"
 
 
-def returns() -> str:
-    with RayHosts(MODEL, SETTINGS) as cluster:
+def returns(settings: Settings) -> str:
+    with RayHosts(MODEL, settings) as cluster:
         streams = under(cluster, prompts(6, 30), 1000, cluster.hosts["b"].kill)
         began = monotonic()
         cluster.hosts["b"].boot()
@@ -322,8 +324,8 @@ def returns() -> str:
         return f"{_report(streams)}; its worker served again {took:.1f} s after its host had started"
 
 
-def head() -> str:
-    with RayHosts(MODEL, SETTINGS | PATIENT, up_on="a") as cluster:
+def head(settings: Settings) -> str:
+    with RayHosts(MODEL, {**settings, **PATIENT}, up_on="a") as cluster:
         streams = under(cluster, prompts(6, 30), 2000, cluster.hosts["head"].kill)
         lost, answered = monotonic(), 0
         while monotonic() < lost + HEADLESS_S:
@@ -333,8 +335,8 @@ def head() -> str:
         return f"{_report(streams)}; {answered} more requests were answered in {HEADLESS_S:.0f} s without a head"
 
 
-def home() -> str:
-    with RayHosts(MODEL, SETTINGS | {"TANDEM_DRAIN_GRACE_S": "5"}, up_on="a") as cluster:
+def home(settings: Settings) -> str:
+    with RayHosts(MODEL, {**settings, "TANDEM_DRAIN_GRACE_S": "5"}, up_on="a") as cluster:
         began = monotonic()
         cluster.hosts["a"].kill()
         while "WorkerActor" in cluster.hosts["b"].do("ps", "-eo", "args"):
@@ -344,7 +346,7 @@ def home() -> str:
         return f"no worker is left on host b after {monotonic() - began:.1f} s"
 
 
-SCENARIOS: dict[str, Callable[[], str]] = {
+SCENARIOS: dict[str, Callable[[Settings], str]] = {
     "loss": partial(wired, "loss 0.01"),
     "delay": partial(wired, "delay 5"),
     "slow": slow,
@@ -371,15 +373,18 @@ def _timed(name: str) -> Iterator[None]:
 
 def main(
     only: Annotated[str, typer.Option(metavar="NAME,...", help="Some of the scenarios.")] = ",".join(SCENARIOS),
+    transport: Annotated[str, typer.Option(metavar="NAME", help="Of KV: nixl, or nccl, which is Gloo here.")] = "nixl",
 ) -> None:
     """See the module."""
     if reason := forbidden():
         raise Unavailable(reason)
+    (kind,) = names(transport, ACROSS)
+    settings = SETTINGS | {"TANDEM_TRANSPORT": kind}
     failed: list[Any] = []
     for name in names(only, SCENARIOS):
         with _timed(name):
             try:
-                print(SCENARIOS[name](), end="")
+                print(SCENARIOS[name](settings), end="")
             except (Failure, TandemError) as error:
                 failed.append(name)
                 print(f"FAILED: {error}", end="")
