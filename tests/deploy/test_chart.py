@@ -238,7 +238,7 @@ POOL = st.fixed_dictionaries(
         "settings": st.fixed_dictionaries(
             {}, optional={name: chosen(name) for name in chart.OF_A_POOL if name not in COMPARED}
         ),
-        "gpu": st.integers(0, 8).map(lambda count: {"count": count}),
+        "gpu": st.integers(0, 1).map(lambda count: {"count": count}),
         "rdma": st.integers(0, 8).map(lambda count: {"count": count}),
         "resources": st.sampled_from([{"requests": {"cpu": "4"}}, {"limits": {"memory": "64Gi"}}]),
         "pdb": st.sampled_from([{"maxUnavailable": "25%"}, {"maxUnavailable": 2}]),

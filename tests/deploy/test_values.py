@@ -21,6 +21,7 @@ from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
 from tests.deploy.test_chart import NEWEST, OLDEST, containers, fits_together, groups, named, pods, valid, values_of
 
 Values = dict[str, Any]
+
 DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
 DISK = {"volumes": [{"name": "disk", "emptyDir": {}}], "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
 NODES = {"networkPolicy": {"nodes": ["10.0.0.0/8"]}}  # where a pod has the network of its node
@@ -242,6 +243,44 @@ def test_addresses_of_the_other_family() -> None:
     documents = render({**example("laptop"), "ip_family": "IPv6"})
     assert {values_of(documents, component)["TANDEM_HOST"] for component in ("router", "prefill", "decode")} == {"::"}
     assert "0.0.0.0" not in json.dumps(documents)
+
+
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_a_worker_with_a_gpu_does_not_serve_on_its_cpu(orchestrator: str) -> None:
+    """A pool with a GPU, of a device plugin or a claim, requires CUDA, which a worker that finds none refuses; a device
+    that is given, of all pools, of one or of a model, stays. Controls: neither the other pool nor a router nor the
+    driver requires it, and a pool without a GPU does not."""
+    none = {"gpu": {"count": 0}}
+    base = {"orchestrator": orchestrator, "pools": {"prefill": none, "decode": none}}
+
+    def devices(pools: Values, **over: Any) -> set[tuple[str, str]]:
+        values = merged(base, {"settings": {"model": "m"}, **over, "pools": pools})
+        return {
+            (name.removeprefix(f"{NAME}-tandem-"), one["value"])
+            for name, template in pods(render(values))
+            for each in containers(template["spec"])
+            for one in each.get("env", [])
+            if one["name"] == "TANDEM_DEVICE"
+        }
+
+    gpu = {"gpu": {"count": 1}}
+    assert devices({}) == set()
+    assert devices({"decode": gpu}) == {("decode", "cuda")}
+    assert devices({"decode": DRA}) == {("decode", "cuda")}
+    assert devices({"decode": gpu, "prefill": gpu}) == {("decode", "cuda"), ("prefill", "cuda")}
+    for given in ("cpu", "auto"):
+        own = {"settings": {"device": given}}
+        assert devices({"decode": gpu | own, "prefill": gpu}) == {("decode", given), ("prefill", "cuda")}
+        everywhere = devices({"decode": gpu}, settings={"model": "m", "device": given})
+        assert ("decode", given) in everywhere
+        assert {value for _, value in everywhere} == {given}
+    models = [
+        {"name": "a", "settings": {"model": "m"}, "pools": {"decode": gpu}},
+        {"name": "b", "settings": {"model": "m", "device": "cpu"}, "pools": {"decode": gpu}},
+    ]
+    of_models = devices({}, settings={}, models=models)
+    assert {one for one in of_models if "decode" in one[0]} == {("a-decode", "cuda"), ("b-decode", "cpu")}
+    assert "cuda" not in {value for name, value in of_models if name != "a-decode"}
 
 
 def test_routers_can_follow_their_cpu() -> None:
@@ -525,7 +564,7 @@ def test_pods_of_either_group_may_serve_either_pool() -> None:
         ({"pools": {"prefill": {"autoscaling": {"kind": "keda"}}, "decode": {"autoscaling": TANDEM}}}, "sizes both"),
         ({"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": {"kind": "hpa"}}}}, "sizes both"),
         ({"pools": {"decode": {"autoscaling": {"kind": "hpa", "triggers": [CRON]}}}}, "triggers: are KEDA's"),
-        ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 2}}}}, "may differ in replicas"),
+        ({"ray": {"switch_roles": True}, "pools": {"decode": {"gpu": {"count": 0}}}}, "may differ in replicas"),
         ({"ray": {"spares": 1}}, "needs ray.switch_roles"),
         ({"orchestrator": "kubernetes", "ray": {"spares": 1}}, "orchestrator: ray"),
         ({"ray": {"switch_roles": True}, "pools": {"decode": {"autoscaling": {"kind": "hpa"}}}}, "hpa asks the pods"),
@@ -537,6 +576,23 @@ def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: 
     with pytest.raises(HelmError) as caught:
         render(merged({"orchestrator": "ray", "settings": {"model": "m"}}, values))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_gpus_that_would_idle_stop_the_install(orchestrator: str, pool: str) -> None:
+    """A pod is one worker with either orchestrator, and a worker uses one GPU. The control: one GPU is accepted, and so
+    are two RDMA devices."""
+    base = {"orchestrator": orchestrator, "settings": {"model": "m"}}
+    with pytest.raises(HelmError, match=rf"pools\.{pool}\.gpu\.count: 2, .* the others would idle"):
+        render(merged(base, {"pools": {pool: {"gpu": {"count": 2}}}}))
+    (limits,) = (
+        one["resources"]["limits"]
+        for name, template in pods(render(merged(base, {"pools": {pool: {"rdma": {"count": 2}}}})))
+        if name == f"{NAME}-tandem-{pool}"
+        for one in template["spec"]["containers"]
+    )
+    assert (limits["nvidia.com/gpu"], limits["rdma/ib"]) == ("1", "2")
 
 
 async def test_a_worker_in_a_pod_of_another_release_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

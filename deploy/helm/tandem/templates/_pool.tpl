@@ -26,6 +26,14 @@
 {{- end }}
 {{- end }}
 
+{{- /* Without a driver that works a worker whose device is `auto` would serve on the CPU of a pod with a GPU. */}}
+{{- define "tandem.worker.device" -}}
+{{- $given := or (hasKey .root.Values.settings "device") (hasKey .of.settings "device") }}
+{{- if and (or .of.gpu.count .of.resourceClaims) (not $given) }}
+- {name: TANDEM_DEVICE, value: cuda}
+{{- end }}
+{{- end }}
+
 {{- define "tandem.worker.port" -}}
 - {name: TANDEM_WORKER_PORT, value: {{ .root.Values.worker_port | quote }}}
 {{- if not (or (hasKey .root.Values.settings "threads") (hasKey .of.settings "threads")) }}
@@ -40,6 +48,9 @@
 {{- end }}
 
 {{- define "tandem.worker.resources" -}}
+{{- if gt (int .of.gpu.count) 1 }}
+{{- fail (printf "pools.%s.gpu.count: %d, but a pod is one worker, and a worker uses one GPU: the others would idle; set 1, and more replicas" .component (int .of.gpu.count)) }}
+{{- end }}
 {{- $limits := deepCopy (.of.resources.limits | default dict) }}
 {{- if .of.gpu.count }}{{ $_ := set $limits .of.gpu.resource (.of.gpu.count | toString) }}{{ end }}
 {{- if .of.rdma.count }}{{ $_ := set $limits .of.rdma.resource (.of.rdma.count | toString) }}{{ end }}
@@ -103,6 +114,7 @@ spec:
           command: [python, -m, services, {{ .component }}, $(POD_NAME)]
           env:
             {{- include "tandem.settings" (dict "root" .root "settings" .of.settings) | nindent 12 }}
+            {{- include "tandem.worker.device" . | nindent 12 }}
             {{- include "tandem.worker.port" . | nindent 12 }}
             {{- include "tandem.worker.env" . | nindent 12 }}
           ports:

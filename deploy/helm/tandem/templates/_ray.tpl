@@ -115,6 +115,7 @@ spec:
         {{- include "tandem.ray.env" $root | nindent 8 }}
         # Workers read their settings from here (services/pod_launch.py).
         {{- include "tandem.settings" (dict "root" $root "settings" (include "tandem.over" (list $pool.settings (dict "drain_grace_s" $grace)) | fromJson)) | nindent 8 }}
+        {{- include "tandem.worker.device" $group | nindent 8 }}
         {{- include "tandem.worker.port" $group | nindent 8 }}
         {{- include "tandem.worker.env" $group | nindent 8 }}
       ports:
