@@ -591,6 +591,26 @@ def test_the_burn_rates_are_those_of_the_objectives() -> None:
     burns = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemErrorBudgetBurn"]
     limits = [sorted(set(re.findall(r"\) > ([\d.]+)\)", one["expr"]))) for one in burns]
     assert limits == [["0.144"], ["0.06"], ["0.03"], ["0.01"]]
+def test_the_notes_say_which_key_their_commands_lack() -> None:
+    """With api_keys a router refuses `tandem` in its own pod without an operator's key, and `helm test` without a key
+    of its own: the notes name the value to set. Controls: without keys, and with both, they do not."""
+    keys = {name: {"secret": "s"} for name in ("operator_key", "test_key")}
+    with helm_python.Chart.load(chart.CHART) as loaded:
+
+        def notes(values: dict[str, Any]) -> str:
+            return str(loaded.render(values, name=NAME, namespace=NAMESPACE)["tandem/templates/NOTES.txt"])
+
+        tenants, laptop, both = map(notes, (example("tenants"), example("laptop"), {**example("tenants"), **keys}))
+        untested = notes({**example("tenants"), "test_key": {"secret": ""}})
+    assert "tandem workers" in tenants
+    assert "UNAUTHENTICATED" in tenants
+    assert "Set\noperator_key.secret" in tenants
+    assert "Set test_key.secret" in untested
+    assert "test_key" not in tenants
+    for unwarned in (laptop, both):
+        assert not [word for word in ("UNAUTHENTICATED", "operator_key", "test_key") if word in unwarned]
+
+
     windows = [re.findall(r'"ok\|failed"\}\[(\w+)\]', one["expr"]) for one in burns]
     assert windows == [["1h", "5m"], ["6h", "30m"], ["1d", "2h"], ["3d", "6h"]]
     assert [one["labels"]["severity"] for one in burns] == ["page", "page", "ticket", "ticket"]
