@@ -111,6 +111,22 @@ def test_an_example_is_valid_strictly(name: str) -> None:
     valid(render(example(name)))
 
 
+def test_the_values_of_the_laptop_install_the_default_orchestrator_without_gpus() -> None:
+    """As docs/kubernetes.md says, with `--set orchestrator=ray`: the RayCluster is valid, no pod requests a device, and
+    workers compute on the CPU. The control: the example `ray` requests GPUs."""
+    documents = render({**example("laptop"), "orchestrator": "ray"})
+    valid(documents)
+    fits_together(documents)
+
+    def requested(documents: list[Document]) -> set[str]:
+        resources = [one["resources"] for _, pod in pods(documents) for one in containers(pod["spec"])]
+        return {name for one in resources for part in one.values() for name in part}
+
+    assert requested(documents) == {"cpu", "memory"}
+    assert {values_of(documents, pool)["TANDEM_DEVICE"] for pool in ("prefill", "decode")} == {"cpu"}
+    assert "nvidia.com/gpu" in requested(render(example("ray")))
+
+
 def test_everything_switched_on_is_valid_on_the_oldest_kubernetes() -> None:
     """The chart is valid on the version in `kubeVersion`."""
     valid(render({**example("rdma"), **FULL}), OLDEST)
@@ -575,22 +591,6 @@ def test_the_notes_say_what_comes_next() -> None:
     assert ("component=upgrade" in notes["ray"], "component=upgrade" in notes["laptop"]) == (True, False)
 
 
-def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None:
-    """values.yaml is the complete list of values with their defaults."""
-    schema = json.loads(chart.SCHEMA.read_text())
-    defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
-    assert set(defaults) == set(schema["properties"]) - {"global"}
-    assert set(defaults["pools"]["prefill"]) == set(schema["$defs"]["pool"]["properties"])
-    assert set(defaults["router"]) == set(schema["properties"]["router"]["properties"])
-
-
-def test_the_burn_rates_are_those_of_the_objectives() -> None:
-    """Each objective has four windows; a shorter one with the same limit ends the alert when the burn is over."""
-    documents = render({**example("rdma"), "slo": {"availability": 0.99, "ttft_s": 1.0, "tpot_s": 0.05}})
-    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
-    burns = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemErrorBudgetBurn"]
-    limits = [sorted(set(re.findall(r"\) > ([\d.]+)\)", one["expr"]))) for one in burns]
-    assert limits == [["0.144"], ["0.06"], ["0.03"], ["0.01"]]
 def test_the_notes_say_which_key_their_commands_lack() -> None:
     """With api_keys a router refuses `tandem` in its own pod without an operator's key, and `helm test` without a key
     of its own: the notes name the value to set. Controls: without keys, and with both, they do not."""
@@ -611,6 +611,22 @@ def test_the_notes_say_which_key_their_commands_lack() -> None:
         assert not [word for word in ("UNAUTHENTICATED", "operator_key", "test_key") if word in unwarned]
 
 
+def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None:
+    """values.yaml is the complete list of values with their defaults."""
+    schema = json.loads(chart.SCHEMA.read_text())
+    defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    assert set(defaults) == set(schema["properties"]) - {"global"}
+    assert set(defaults["pools"]["prefill"]) == set(schema["$defs"]["pool"]["properties"])
+    assert set(defaults["router"]) == set(schema["properties"]["router"]["properties"])
+
+
+def test_the_burn_rates_are_those_of_the_objectives() -> None:
+    """Each objective has four windows; a shorter one with the same limit ends the alert when the burn is over."""
+    documents = render({**example("rdma"), "slo": {"availability": 0.99, "ttft_s": 1.0, "tpot_s": 0.05}})
+    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+    burns = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemErrorBudgetBurn"]
+    limits = [sorted(set(re.findall(r"\) > ([\d.]+)\)", one["expr"]))) for one in burns]
+    assert limits == [["0.144"], ["0.06"], ["0.03"], ["0.01"]]
     windows = [re.findall(r'"ok\|failed"\}\[(\w+)\]', one["expr"]) for one in burns]
     assert windows == [["1h", "5m"], ["6h", "30m"], ["1d", "2h"], ["3d", "6h"]]
     assert [one["labels"]["severity"] for one in burns] == ["page", "page", "ticket", "ticket"]
