@@ -20,8 +20,8 @@ from cli.main import app
 from loadtest.harness import certificates
 from tandem.async_client import AsyncClient
 from tandem.rpc.channel import Tls
-from tests.deploy.chart import NAME, ROOT, example, render
-from tests.deploy.test_chart import pods
+from tests.deploy.chart import NAME, ROOT, Document, example, render
+from tests.deploy.test_chart import containers, groups, pods
 from tests.deploy.test_signals import asked, counted
 
 RUNBOOKS = sorted((ROOT / "docs/runbooks").glob("*.md"))
@@ -36,11 +36,17 @@ PLACES = {
 IN_A_ROUTER = "kubectl exec deploy/$T-router -- "
 # Kinds of objects that a page uses, which every cluster has.
 KINDS = {"pods", "hpa", "deploy"}
+# How a page says that a command is for one orchestrator alone: after it, or at the start of a table's row.
+ONLY = re.compile(r"# orchestrator: (\w+)$|^\| `orchestrator: (\w+)`")
+# Containers that KubeRay adds to the pods of a group.
+OF_KUBERAY = {"head": ["autoscaler"], "prefill": ["wait-gcs-ready"], "decode": ["wait-gcs-ready"]}
 
 
 class Command(NamedTuple):
     page: str
     text: str
+    only: str = ""
+    """The orchestrator for which it is; empty: both."""
 
     @property
     def words(self) -> str:
@@ -48,15 +54,20 @@ class Command(NamedTuple):
         return re.sub("|".join(rf"\b{name}\b" for name in PLACES), lambda found: PLACES[found[0]], self.text)
 
 
+def only(line: str) -> str:
+    named = ONLY.search(line)
+    return next(filter(None, named.groups())) if named else ""
+
+
 def commands(start: str) -> list[Command]:
     """The commands of every page, each once: those of the section Look, and those in backticks."""
-    found: dict[str, Command] = {}
+    found: dict[tuple[str, str], Command] = {}
     for page in RUNBOOKS:
-        text = page.read_text()
-        quoted = re.findall(rf"`({start}(?: [^`\n]+)?)`", text)
-        for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", text, re.MULTILINE), *quoted):
-            if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # only mentioned
-                found.setdefault(command, Command(page.name, command))
+        for line in page.read_text().splitlines():
+            quoted = re.findall(rf"`({start}(?: [^`]+)?)`", line)
+            for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", line), *quoted):
+                if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # only mentioned
+                    found.setdefault((command, only(line)), Command(page.name, command, only(line)))
     return list(found.values())
 
 
@@ -67,25 +78,38 @@ def queries() -> Iterator[Command]:
                 yield Command(page.name, line)
 
 
+def pods_of(documents: list[Document]) -> dict[str, Document]:
+    """Of each owner: labels, containers, those that are started again in their pod, and whether it is of a RayCluster:
+    its restart policy is Never, except for sidecars."""
+    found = {}
+    of_ray = {f"{one['metadata']['name']}-{group}": group for one in documents for group in groups(one)}
+    for name, template in pods(documents):
+        spec = template["spec"]
+        every = [one["name"] for one in (*spec["containers"], *spec.get("initContainers", []))]
+        sidecars = [one["name"] for one in containers(spec) if one.get("restartPolicy") == "Always"]
+        found[name] = {
+            "labels": template["metadata"]["labels"],
+            "containers": every + OF_KUBERAY.get(of_ray.get(name, ""), []),
+            "again": sidecars if name in of_ray else every,
+            "ray": name in of_ray,
+        }
+    return found
+
+
 @pytest.fixture
 def shell(tmp_path: Path) -> Any:
+    """That of a release with the default orchestrator."""
+    return shell_of(tmp_path, "ray")
+
+
+def shell_of(tmp_path: Path, orchestrator: str) -> Any:
     """`shell(command, **environment of a router's pod)`, with a kubectl that knows the chart's objects."""
-    documents = [*render({**example("rdma"), "settings": {"model": "org/name"}})]
-    owners = dict(pods(documents))
+    documents = render({**example("rdma"), "settings": {"model": "org/name"}, "orchestrator": orchestrator})
     world = {
-        "kinds": sorted(KINDS),
-        "log": "attempt.failed registry.beat_failed request.kills_workers",
+        "kinds": sorted(KINDS | ({"raycluster"} if orchestrator == "ray" else set())),
+        "log": "attempt.failed registry.beat_failed request.kills_workers supervisor.worker",
         "bin": str(tmp_path),
-        "pods": {
-            name: {
-                "labels": template["metadata"]["labels"],
-                "containers": [
-                    one["name"]
-                    for one in (*template["spec"]["containers"], *template["spec"].get("initContainers", []))
-                ],
-            }
-            for name, template in owners.items()
-        },
+        "pods": pods_of(documents),
     }
     (tmp_path / "world.json").write_text(json.dumps(world))
     programs = {
@@ -151,12 +175,18 @@ async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: A
             assert ran.output.strip(), one.text
 
 
-def test_every_kubectl_command_names_what_the_chart_has(shell: Any) -> None:
-    """Deployments, labels and containers exist. Controls: an unknown name, label, container and kind."""
+@pytest.mark.parametrize("orchestrator", ["ray", "kubernetes"])
+def test_every_kubectl_command_names_what_the_chart_has(tmp_path: Path, orchestrator: str) -> None:
+    """Deployments, labels and containers exist, with either orchestrator or with the one that the page names. Controls:
+    an unknown name, label, container and kind, and what the other orchestrator has."""
+    shell = shell_of(tmp_path, orchestrator)
     found = commands("kubectl")
     assert len(found) > 10
     assert any("tandem plan" in one.text for one in found)
+    assert {one.only for one in found} == {"", "ray", "kubernetes"}
     for one in found:
+        if one.only not in ("", orchestrator):
+            continue
         ran = shell(one.words)
         assert ran.returncode == 0, f"{one.page}: {one.text}: {ran.stderr}"
     for wrong in (
@@ -168,6 +198,10 @@ def test_every_kubectl_command_names_what_the_chart_has(shell: Any) -> None:
         "kubectl exec deploy/$T-router -- tandemctl workers",
     ):
         assert shell(wrong).returncode == 1, wrong
+    with_ray = ("kubectl get raycluster", "kubectl logs -l app.kubernetes.io/component=head -c driver --previous")
+    without = ("kubectl logs deploy/$T-decode", f"kubectl logs {PLACES['POD']} -c worker --previous")
+    for command in (*with_ray, *without):
+        assert (shell(command).returncode == 0) == ((command in with_ray) == (orchestrator == "ray")), command
 
 
 def test_every_query_of_the_runbooks_asks_for_what_is_counted() -> None:

@@ -1,8 +1,9 @@
 """A kubectl for tests: it knows the objects of a rendered chart, and runs what `exec` asks for in their place.
 
-`python -S kubectl.py WORLD ARGUMENTS`: WORLD is a JSON file with `pods` (by the name of their owner: labels and
-containers), `kinds` that there are, the `log` of each pod, and the `bin` folder of what runs in a pod. Whatever names
-an object that the chart does not have is an error, as in a cluster.
+`python -S kubectl.py WORLD ARGUMENTS`: WORLD is a JSON file with `pods` (by the name of their owner: labels,
+containers, those that are started `again` in their pod, and whether it is of a RayCluster: `ray`), `kinds` that there
+are, the `log` of each pod, and the `bin` folder of what runs in a pod. Whatever names an object that the chart does not
+have is an error, as in a cluster.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ def owners(world: dict[str, Any], words: list[str]) -> list[str]:
     if "-l" in words:
         label, _, value = words[words.index("-l") + 1].partition("=")
         return [name for name, pod in world["pods"].items() if pod["labels"].get(label) == value]
-    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
-    return [owner for owner in world["pods"] for name in names if name == owner or name.rpartition("-")[0] == owner]
+    pairs = [word.rpartition("/")[::2] for word in words if not word.startswith("-")]
+    return [
+        owner
+        for owner, pod in world["pods"].items()
+        for kind, name in pairs
+        if owner in (name, name.rpartition("-")[0]) and not (kind and pod["ray"])  # a paused Deployment has no pods
+    ]
 
 
 def main(world: dict[str, Any], words: list[str]) -> None:
@@ -41,8 +47,12 @@ def main(world: dict[str, Any], words: list[str]) -> None:
     found = owners(world, rest[1:] if verb in ("get", "rollout", "describe") and "/" not in rest[0] else rest)
     if not found:
         fail(f"nothing is there for {' '.join(words)}")
-    if "-c" in rest and rest[rest.index("-c") + 1] not in world["pods"][found[0]]["containers"]:
-        fail(f"container {rest[rest.index('-c') + 1]} is not valid for pod {found[0]}")
+    pod = world["pods"][found[0]]
+    container = rest[rest.index("-c") + 1] if "-c" in rest else pod["containers"][0]
+    if container not in pod["containers"]:
+        fail(f"container {container} is not valid for pod {found[0]}")
+    if "--previous" in rest and container not in pod["again"]:
+        fail(f'previous terminated container "{container}" in pod "{found[0]}" not found')
     if verb == "logs":
         print(world["log"])
     if verb == "exec":
