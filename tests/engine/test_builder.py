@@ -129,6 +129,15 @@ def test_pages_are_not_put_into_memory_that_no_other_process_can_open(monkeypatc
     assert _device(Settings(model="m")) == torch.device("cuda", 0)
 
 
+def test_a_worker_that_requires_a_gpu_does_not_serve_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With device cuda, which the Helm chart sets for a pod with a GPU, a worker without a usable driver refuses to
+    start. The control: with auto it serves on its CPU."""
+    monkeypatch.setattr(builder.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="finds no CUDA device"):
+        _device(Settings(model="m", device="cuda"))
+    assert _device(Settings(model="m", device="auto")) == torch.device("cpu")
+
+
 def test_two_workers_of_one_gpu_take_their_shares_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when both look at the free memory at the same moment: it is all of the GPU's then."""
     gib = 2**30
