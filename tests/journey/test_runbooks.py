@@ -36,8 +36,9 @@ PLACES = {
 IN_A_ROUTER = "kubectl exec deploy/$T-router -- "
 # Kinds of objects that a page uses, which every cluster has.
 KINDS = {"pods", "hpa", "deploy"}
-# How a page says that a command is for one orchestrator alone: after it, or at the start of a table's row.
-ONLY = re.compile(r"# orchestrator: (\w+)$|^\| `orchestrator: (\w+)`")
+# How a page says that a command is for one orchestrator alone: after it, at the start of a table's row, or, for the
+# whole page, at the start of a paragraph.
+ONLY = re.compile(r"# orchestrator: (\w+)$|^\| `orchestrator: (\w+)`|^With `orchestrator: (\w+)`: ")
 # Containers that KubeRay adds to the pods of a group.
 OF_KUBERAY = {"head": ["autoscaler"], "prefill": ["wait-gcs-ready"], "decode": ["wait-gcs-ready"]}
 
@@ -63,11 +64,14 @@ def commands(start: str) -> list[Command]:
     """The commands of every page, each once: those of the section Look, and those in backticks."""
     found: dict[tuple[str, str], Command] = {}
     for page in RUNBOOKS:
-        for line in page.read_text().splitlines():
+        lines = page.read_text().splitlines()
+        whole = next((only(line) for line in lines if line.startswith("With") and only(line)), "")
+        for line in lines:
             quoted = re.findall(rf"`({start}(?: [^`]+)?)`", line)
             for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", line), *quoted):
                 if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # only mentioned
-                    found.setdefault((command, only(line)), Command(page.name, command, only(line)))
+                    of = whole or only(line)
+                    found.setdefault((command, of), Command(page.name, command, of))
     return list(found.values())
 
 
