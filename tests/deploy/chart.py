@@ -74,6 +74,12 @@ def texts(values: dict[str, Any], name: str = NAME, namespace: str = NAMESPACE) 
     return {path: text for path, text in found.items() if path.endswith(".yaml")}
 
 
+def notes(values: dict[str, Any]) -> str:
+    """What Helm prints after an install."""
+    with helm_python.Chart.load(CHART) as chart:
+        return chart.render(values, name=NAME, namespace=NAMESPACE)["tandem/templates/NOTES.txt"]
+
+
 @functools.cache
 def settings_schema() -> dict[str, Any]:
     """The schema of values for each setting, generated from the code."""

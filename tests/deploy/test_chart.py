@@ -579,11 +579,7 @@ def test_objectives_can_only_be_edges_of_the_code_s_buckets() -> None:
 
 def test_the_notes_say_what_comes_next() -> None:
     """The notes have the commands for this release, and what is still to be set."""
-    with helm_python.Chart.load(chart.CHART) as loaded:
-        notes = {
-            name: loaded.render(example(name), name=NAME, namespace=NAMESPACE)["tandem/templates/NOTES.txt"]
-            for name in EXAMPLES
-        }
+    notes = {name: chart.notes(example(name)) for name in EXAMPLES}
     assert f"helm -n {NAMESPACE} test {NAME}" in notes["laptop"]
     assert f"deploy/{NAME}-tandem-router" in notes["laptop"]
     assert "Set api_keys" in notes["laptop"]

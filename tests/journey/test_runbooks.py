@@ -1,18 +1,23 @@
-"""The commands of the runbooks run, on a cluster with keys, TLS at the router and inside, and a token."""
+"""The commands of the runbooks run, on a cluster with keys, TLS at the router and inside, and a token. Those of
+docs/kubernetes.md and of the chart's notes name what the chart has."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
+from helm_python.errors import HelmError
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
@@ -20,9 +25,11 @@ from cli.main import app
 from loadtest.harness import certificates
 from tandem.async_client import AsyncClient
 from tandem.rpc.channel import Tls
-from tests.deploy.chart import NAME, ROOT, Document, example, render
-from tests.deploy.test_chart import containers, groups, pods
+from tests.deploy import chart, test_models
+from tests.deploy.chart import NAME, NAMESPACE, ROOT, Document, example, render
+from tests.deploy.test_chart import EXAMPLES, containers, groups, pods
 from tests.deploy.test_signals import asked, counted
+from tests.deploy.test_values import Values, merged
 
 RUNBOOKS = sorted((ROOT / "docs/runbooks").glob("*.md"))
 RELEASE = f"{NAME}-tandem"
@@ -31,11 +38,16 @@ PLACES = {
     "WORKER": "prefill-0",
     "REQUEST": "explained",
     "FOLDER": str(ROOT / "demo/model"),
+    "RELEASE": NAME,
     "POD": f"{RELEASE}-decode-0",
 }
 IN_A_ROUTER = "kubectl exec deploy/$T-router -- "
 # Kinds of objects that a page uses, which every cluster has.
-KINDS = {"pods", "hpa", "deploy"}
+KINDS = {"pod", "pods", "hpa", "deploy"}
+# A program or one of its commands, which the text only mentions.
+MENTIONED = r"tandem( scale)?|(kubectl|helm)( [a-z]+)?|.*\.\.\."
+KUBERNETES = {"kubernetes.md": (ROOT / "docs/kubernetes.md").read_text()}
+PLAIN: Values = {"settings": {"model": "org/name"}}
 # How a page says that a command is for one orchestrator alone: after it, at the start of a table's row, or, for the
 # whole page, at the start of a paragraph.
 ONLY = re.compile(r"# orchestrator: (\w+)$|^\| `orchestrator: (\w+)`|^With `orchestrator: (\w+)`: ")
@@ -60,18 +72,18 @@ def only(line: str) -> str:
     return next(filter(None, named.groups())) if named else ""
 
 
-def commands(start: str) -> list[Command]:
-    """The commands of every page, each once: those of the section Look, and those in backticks."""
+def commands(start: str, pages: dict[str, str] | None = None) -> list[Command]:
+    """The commands of every page, each once: those on lines of their own, and those in backticks."""
     found: dict[tuple[str, str], Command] = {}
-    for page in RUNBOOKS:
-        lines = page.read_text().splitlines()
-        whole = next((only(line) for line in lines if line.startswith("With") and only(line)), "")
-        for line in lines:
-            quoted = re.findall(rf"`({start}(?: [^`]+)?)`", line)
-            for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", line), *quoted):
-                if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # only mentioned
-                    of = whole or only(line)
-                    found.setdefault((command, of), Command(page.name, command, of))
+    said = re.compile(rf"^(?: {{2,4}}|\$ )({start}\b(?!_).*)$|`({start}(?:\s[^`]+)?)`", re.MULTILINE)
+    for page, content in (pages or {page.name: page.read_text() for page in RUNBOOKS}).items():
+        whole = next((only(line) for line in content.splitlines() if line.startswith("With") and only(line)), "")
+        for one in said.finditer(content):
+            text = " ".join((one[1] or one[2]).split())
+            begin = content.rfind("\n", 0, one.start()) + 1
+            of = whole or only(content[begin:].partition("\n")[0])
+            if not re.fullmatch(MENTIONED, text):
+                found.setdefault((text, of), Command(page, text, of))
     return list(found.values())
 
 
@@ -102,19 +114,30 @@ def pods_of(documents: list[Document]) -> dict[str, Document]:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Any:
-    """That of a release with the default orchestrator."""
-    return shell_of(tmp_path, "ray")
+    """The shell where `rdma.yaml` is installed, with the default orchestrator."""
+    return shell_of(tmp_path, of_rdma("ray"))
 
 
-def shell_of(tmp_path: Path, orchestrator: str) -> Any:
+def of_rdma(orchestrator: str) -> list[Document]:
+    return render({**example("rdma"), **PLAIN, "orchestrator": orchestrator})
+
+
+def shell_of(tmp_path: Path, documents: list[Document]) -> Any:
     """`shell(command, **environment of a router's pod)`, with a kubectl that knows the chart's objects."""
-    documents = render({**example("rdma"), "settings": {"model": "org/name"}, "orchestrator": orchestrator})
+    names = [(one["kind"].lower(), one["metadata"]["name"]) for one in documents]
     world = {
-        "kinds": sorted(KINDS | ({"raycluster"} if orchestrator == "ray" else set())),
+        "kinds": sorted(KINDS | {kind for kind, _ in names}),
+        "objects": [f"{kind}/{name.rpartition('-')[0] if kind == 'job' else name}" for kind, name in names],
+        "ports": {
+            one["metadata"]["name"]: [str(port["port"]) for port in one["spec"]["ports"]]
+            for one in documents
+            if one["kind"] == "Service"
+        },
         "log": "attempt.failed registry.beat_failed request.kills_workers supervisor.worker",
         "bin": str(tmp_path),
         "pods": pods_of(documents),
     }
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "world.json").write_text(json.dumps(world))
     programs = {
         "kubectl": f'-S {ROOT}/tests/support/kubectl.py {tmp_path}/world.json "$@"',
@@ -181,9 +204,9 @@ async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: A
 
 @pytest.mark.parametrize("orchestrator", ["ray", "kubernetes"])
 def test_every_kubectl_command_names_what_the_chart_has(tmp_path: Path, orchestrator: str) -> None:
-    """Deployments, labels and containers exist, with either orchestrator or with the one that the page names. Controls:
+    """Objects, labels and containers exist, with either orchestrator or with the one that the page names. Controls:
     an unknown name, label, container and kind, and what the other orchestrator has."""
-    shell = shell_of(tmp_path, orchestrator)
+    shell = shell_of(tmp_path, of_rdma(orchestrator))
     found = commands("kubectl")
     assert len(found) > 10
     assert any("tandem plan" in one.text for one in found)
@@ -206,6 +229,109 @@ def test_every_kubectl_command_names_what_the_chart_has(tmp_path: Path, orchestr
     without = ("kubectl logs deploy/$T-decode", f"kubectl logs {PLACES['POD']} -c worker --previous")
     for command in (*with_ray, *without):
         assert (shell(command).returncode == 0) == ((command in with_ray) == (orchestrator == "ray")), command
+
+
+def known(command: str) -> bool:
+    """Whether `tandem` has this command with these options."""
+    return CliRunner().invoke(app, [*shlex.split(command)[1:], "--help"]).exit_code == 0
+
+
+def installs() -> dict[str, Values]:
+    """Values whose notes are read."""
+    models = {f"models-{of}": {**test_models.VALUES, "orchestrator": of} for of in ("kubernetes", "ray")}
+    return {name: example(name) for name in EXAMPLES} | models
+
+
+def test_the_commands_of_the_kubernetes_page_and_of_the_notes_name_what_the_chart_has(tmp_path: Path) -> None:
+    """Objects, labels, ports and kinds exist: those of the page with one of both orchestrators, those of the notes with
+    the values of the install. Commands of `tandem` and their options exist. Controls: one of each that does not."""
+
+    def shell_for(name: str, values: Values) -> Any:
+        return shell_of(tmp_path / name, render(values))
+
+    both = [shell_for(of, {**PLAIN, "orchestrator": of}) for of in ("kubernetes", "ray")]
+    places = [(KUBERNETES, both)]
+    for name, values in installs().items():
+        places.append(({name: chart.notes(values)}, [shell_for(name, values)]))
+    for pages, shells in places:
+        found = commands("kubectl", pages)
+        assert len(found) >= 4
+        for one in found:
+            outside, inside, program = one.words.partition(" -- ")
+            ran = [shell(f"{outside}{inside and ' -- true'}") for shell in shells]
+            assert 0 in [each.returncode for each in ran], f"{one.page}: {one.text}: {ran[0].stderr}"
+            assert not inside or known(program), one.text
+        assert all(known(one.text) for one in commands("tandem", pages))
+    for wrong in (
+        f"kubectl -n {NAMESPACE} rollout status deploy/{RELEASE}-router deploy/{RELEASE}-encode",
+        f"kubectl port-forward svc/{RELEASE}-router 1",
+        f"kubectl scale statefulset/{RELEASE}-valkey --replicas=2",
+        f"kubectl logs -l app.kubernetes.io/instance={NAME},app.kubernetes.io/component=update",
+        f"kubectl logs job/{RELEASE}-update-15198345",
+        f"kubectl delete statefulset {NAME}-valkey",
+        f"kubectl rolout status deploy/{RELEASE}-router",
+    ):
+        assert [shell(wrong).returncode for shell in both] == [1, 1], wrong
+    assert [shell("kubectl get raycluster").returncode for shell in both] == [1, 0]
+    assert not known("tandem workers --verbos")
+
+
+def helm_values(command: str) -> Values:
+    """The values that a helm command gives. Exits if Helm has no such command or option."""
+    parser = argparse.ArgumentParser("helm", allow_abbrev=False)
+    parser.add_argument("-n")
+    verbs = parser.add_subparsers(required=True)
+    # Those options of Helm 4 that the documents use; Helm 3 has all but --force-conflicts.
+    switches = {
+        "upgrade": ("atomic", "force-conflicts", "wait", "wait-for-jobs"),
+        "test": ("logs",),
+    }
+    for verb in ("install", "upgrade", "template", "rollback", "test"):
+        one = verbs.add_parser(verb, allow_abbrev=False)
+        one.add_argument("release", nargs="?")
+        if verb != "test":
+            one.add_argument("chart", nargs="?")
+        if verb in ("install", "upgrade", "template"):
+            one.add_argument("-f", action="append", default=[])
+            one.add_argument("--set", action="append", default=[])
+        for switch in switches.get(verb, ()):
+            one.add_argument(f"--{switch}", action="store_true")
+    given = vars(parser.parse_args(shlex.split(command)[1:]))
+    if given.get("chart"):
+        assert ROOT / given["chart"] == chart.CHART
+    found: Values = {}
+    for path in given.get("f", ()):
+        found = merged(found, yaml.safe_load((ROOT / path).read_text()))
+    for one in given.get("set", ()):
+        name, _, value = one.partition("=")
+        nested = yaml.safe_load(value)
+        for part in reversed(name.split(".")):
+            nested = {part: nested}
+        found = merged(found, nested)
+    return found
+
+
+def test_every_helm_command_is_one_that_the_chart_takes() -> None:
+    """Commands and options are Helm's, files and values the chart's; what the page shows as refused is refused in these
+    words. Controls: another option, file and value."""
+    pages = KUBERNETES | {name: chart.notes(values) for name, values in installs().items()}
+    found = commands("helm", pages)
+    assert {one.text.split()[1] for one in found} >= {"install", "upgrade", "test"}
+    for one in found:
+        values = merged(PLAIN, helm_values(one.text))
+        if "max_model_length" in one.text:
+            with pytest.raises(HelmError) as refused:
+                render(values)
+            assert str(refused.value).splitlines()[-1] in pages[one.page]
+        else:
+            render(values)
+    for wrong in ("helm install demo --sett a=b", "helm upgrade --logs", "helm rolback demo"):
+        with pytest.raises(SystemExit):
+            helm_values(wrong)
+    with pytest.raises(FileNotFoundError):
+        helm_values("helm install demo deploy/helm/tandem -f deploy/helm/tandem/examples/desktop.yaml")
+    with pytest.raises(HelmError, match="replica"):
+        render(merged(PLAIN, helm_values("helm upgrade --set pools.prefill.replica=3")))
 
 
 def test_every_query_of_the_runbooks_asks_for_what_is_counted() -> None:
