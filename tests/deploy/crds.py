@@ -1,7 +1,8 @@
 """The fields of custom resources that the chart writes, as in their definitions.
 
 Written by hand, and only these fields: a field that the chart does not write is refused here, though its definition may
-have it, and rules across fields (CEL) are not among them. Kubernetes' own objects are checked with its schemas."""
+have it, and rules across fields (CEL) are not among them. `python -m tests.deploy.definitions FOLDER` compares them
+with definitions. Kubernetes' own objects are checked with its schemas."""
 
 from __future__ import annotations
 
@@ -33,10 +34,7 @@ _ENDPOINT = an(
     "port",
     port=TEXT,
     path=TEXT,
-    scheme={"enum": ["http", "https"]},
-    tlsConfig=an(insecureSkipVerify={"type": "boolean"}),
-    authorization=an("type credentials", type=TEXT, credentials=an("name key", name=TEXT, key=TEXT)),
-    relabelings=some(an("targetLabel", sourceLabels=some(TEXT), targetLabel=TEXT, replacement=TEXT)),
+    relabelings=some(an("targetLabel", targetLabel=TEXT, replacement=TEXT)),
 )
 _BEHAVIOR = an(
     policies=some(an("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)),
@@ -45,7 +43,7 @@ _BEHAVIOR = an(
 # Pod templates are checked with Kubernetes' own schema.
 _RESOURCES = an(requests=TEXTS, limits=TEXTS)
 _ENV = some(an("name", name=TEXT, value={"type": "string"}, valueFrom={"type": "object"}))
-_RAY_GROUP = {"rayStartParams": TEXTS, "template": {"type": "object"}, "resources": TEXTS, "labels": TEXTS}
+_RAY_GROUP = {"rayStartParams": TEXTS, "template": {"type": "object"}, "resources": TEXTS}
 _RAY = an(
     "headGroupSpec workerGroupSpecs rayVersion",
     rayVersion={"pattern": r"^\d+\.\d+\.\d+$"},
