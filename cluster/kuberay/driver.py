@@ -42,6 +42,7 @@ from tandem import settings as tandem_settings
 from tandem.errors import SettingsError, TandemError, Unavailable
 from tandem.model_settings import model_of
 from tandem.settings import Settings
+from tandem.telemetry import logs
 
 T = TypeVar("T")
 LAUNCHER = "services.pod_launch"
@@ -60,6 +61,7 @@ def main(launcher: str = LAUNCHER) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         settings = tandem_settings.load()
+        logs.configure(settings, "driver")
         for name in ("ray_address", "redis", "cluster_token"):
             if getattr(settings, name) is None:
                 raise SettingsError(f"the driver needs {name}", field=name, bound="set")

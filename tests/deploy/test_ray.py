@@ -3,6 +3,7 @@ and pods."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 import threading
@@ -29,6 +30,7 @@ PROMPT = list(range(100, 140))
 SOON_S = 120.0
 JOINED = "Ray runtime started"
 STARTS = 3
+SECRETS = ("RAY_AUTH_TOKEN", "TANDEM_CLUSTER_TOKEN", "VALKEY_PASSWORD", "REDIS_PASSWORD")
 STREAMS = 4  # two on each of two workers
 NOT_BEGUN = " at token 0: "  # in the note of an attempt: refused, or its worker had ended, in whatever words that came
 VALUES = example("laptop") | {"orchestrator": "ray"}
@@ -40,7 +42,19 @@ MODELS = VALUES | {
         {"name": name, "settings": {"model": VALUES["settings"]["model"]}, "pools": ALONE} for name in ("chat", "small")
     ],
 }
-Start = Callable[..., Pod]
+
+
+class Start:
+    """Starts pods of a release, and keeps what they write."""
+
+    def __init__(self, begin: Callable[..., Pod]) -> None:
+        self._begin = begin
+        self.pods: list[Pod] = []
+
+    def __call__(self, *about: str, **more: Any) -> Pod:
+        pod = self._begin(*about, **more)
+        self.pods.append(pod)
+        return pod
 
 
 @pytest.fixture
@@ -82,7 +96,7 @@ def release(folder: Path, values: Document) -> Iterator[Start]:
             stack.callback(end, pod)
             return pod
 
-        yield begin
+        yield Start(begin)
 
 
 @pytest.fixture
@@ -112,32 +126,31 @@ def end(pod: Pod) -> None:
         kill(family)
 
 
-def said(folder: Path) -> str:
-    """The end of the logs of each Ray process."""
-    return "\n".join(
-        f"{path.name}: {path.read_text()[-800:]}" for path in folder.glob("r/ray/session_latest/logs/worker*")
-    )
-
-
-def router_of(start: Start, drivers: list[Pod], folder: Path) -> Pod:
-    """A router that is ready; fails with the logs of drivers and workers."""
+def router_of(start: Start) -> Pod:
+    """A router that is ready; fails with the logs of all pods."""
     router = start("router")
     try:
         router.wait_ready(SOON_S)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{[one.process.text() for one in drivers]}\n{said(folder)}") from None
+        said = "\n".join(f"{pod.name}: {pod.process.text()[-2000:]}" for pod in start.pods)
+        raise AssertionError(f"{error}\n{said}") from None
     return router
 
 
-def logged(folder: Path, event: str, worker: str) -> list[str]:
-    """The lines about this worker in the logs of Ray's processes."""
-    logs = [path.read_text() for path in folder.glob("r/ray/session_latest/logs/worker*")]
-    return [line for text in logs for line in text.splitlines() if event in line and worker in line]
+def lines(pod: Pod) -> list[Document]:
+    """The log of its container, without what Ray and the commands write."""
+    return [json.loads(line) for line in pod.process.text().splitlines() if line.startswith('{"')]
 
 
-def started(folder: Path, worker: str) -> int:
+def logged(pods: list[Pod], event: str, worker: str) -> list[Document]:
+    """The lines about this worker in the logs of these pods' containers."""
+    said = [line for pod in pods for line in lines(pod)]
+    return [line for line in said if line["event"] == event and worker in (line["process"], line.get("worker_id"))]
+
+
+def started(pods: list[Pod], worker: str) -> int:
     """How often a supervisor has logged that this worker serves. A router learns it earlier."""
-    return sum("ready" in line for line in logged(folder, "supervisor.worker", worker))
+    return sum(line["kind"] == "ready" for line in logged(pods, "supervisor.worker", worker))
 
 
 @contextmanager
@@ -189,7 +202,8 @@ def when(client: Client, wanted: dict[str, str]) -> None:
 
 @pytest.mark.timeout(800)
 def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, folder: Path) -> None:
-    """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` adds workers. The
+    """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` adds workers. Its lines
+    are in the log of its pod's container, those of the supervisor in that of the head's, and no log has a secret. The
     head and the driver are lost in the middle of a stream and come back: no token is lost, and no worker restarts.
 
     Then a pod is deleted under load: its worker drains, so that no request is computed again, its node ends by itself,
@@ -207,10 +221,17 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
         nodes[pool] = node(start, pool)
         nodes[pool].wait_ready()
-    router = router_of(start, [driver], folder)
+    router = router_of(start)
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         workers = {"prefill-0": nodes["prefill"].ip, "decode-0": nodes["decode"].ip}
         when(client, workers)
+        for pool in nodes:
+            wait_until(lambda worker=f"{pool}-0", pod=nodes[pool]: logged([pod], "worker.ready", worker), SOON_S)
+            wait_until(lambda worker=f"{pool}-0", pod=head: started([pod], worker), SOON_S)
+        wait_until(lambda: lines(driver), SOON_S)  # without an API server it warns
+        assert {line["process"] for line in lines(driver)} == {"driver"}
+        files = [path.name for path in (folder / "r/ray/session_latest/logs").iterdir() if path.is_file()]
+        assert [name for name in files if name.startswith(("worker", "python-core", "raylet", "gcs_server"))] == []
         expected = client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids
         client.scale(decode=2)
         nodes["decode-1"] = node(start, "decode", "1")
@@ -237,7 +258,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
             leaves.terminate()
             leaves.ended()
         assert [note for note in again if NOT_BEGUN not in note] == []
-        assert logged(folder, "worker.drain_cut", "decode-1") == []
+        assert logged(start.pods, "worker.drain_cut", "decode-1") == []
         lost = node(start, "decode", "2")
         when(client, workers | {"decode-2": lost.ip})
         with load(client, expected, "decode-2") as again:
@@ -249,15 +270,18 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers)  # the end of the driver ends nothing
         driver = start("head", container="driver", of=EITHER)
         driver.process.wait_for("ready")
-        before = started(folder, "decode-1")
+        before = started(start.pods, "decode-1")
         either = node(start, "decode", "3", of=EITHER)
         when(client, workers | {"decode-1": either.ip})
-        wait_until(lambda: started(folder, "decode-1") > before, SOON_S)  # before that its start is not over
+        wait_until(lambda: started(start.pods, "decode-1") > before, SOON_S)  # before that its start is not over
         process = {one.worker_id: one.pid for one in client.workers().workers}["decode-1"]
         client.scale(prefill=2, decode=1)
         when(client, workers | {"prefill-1": either.ip})
         assert {one.worker_id: one.pid for one in client.workers().workers}["prefill-1"] == process
         assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
+    kept_secret = {value for pod in start.pods for name, value in pod.env.items() if name in SECRETS}
+    assert len(kept_secret) == 3
+    assert not [pod.name for pod in start.pods if any(secret in pod.process.text() for secret in kept_secret)]
 
 
 @pytest.mark.timeout(800)
@@ -272,7 +296,7 @@ def test_each_model_of_a_release_has_its_workers_in_pods_of_its_own_pools(folder
         for driver in drivers:
             driver.process.wait_for("ready")
         nodes = {model: node(start, f"{model}-decode") for model in ("small", "chat")}
-        router = router_of(start, drivers, folder)
+        router = router_of(start)
         with Client(f"{router.ip}:{router.port('grpc')}") as client:
 
             def hosts() -> dict[str, str]:

@@ -87,6 +87,23 @@ def test_a_pending_pod_leaves_as_soon_as_an_idle_one() -> None:
     assert (options["idleTimeoutSeconds"], pending) == (90, "90")
 
 
+def test_rays_processes_write_to_the_logs_of_their_containers() -> None:
+    """Every container that runs a process of Ray, where log collectors and `kubectl logs` find the lines of workers and
+    of the supervisor; the file that the autoscaler writes beside it is bounded."""
+    spec = ray_cluster(render(VALUES))
+    head = spec["headGroupSpec"]["template"]["spec"]
+    workers = [group["template"]["spec"] for group in spec["workerGroupSpecs"]]
+    rays = [one for pod in (head, *workers) for one in pod["containers"]]
+    drivers = [one for one in head["initContainers"] if one["name"].startswith("driver")]
+    assert [one["name"] for one in (*rays, *drivers)] == ["head", "worker", "worker", "driver"]
+    autoscaler = spec["autoscalerOptions"]
+    for one in (*rays, *drivers, autoscaler):
+        env = {entry["name"]: entry.get("value") for entry in one["env"]}
+        assert (env["RAY_LOG_TO_STDERR"], env["RAY_BACKEND_LOG_LEVEL"]) == ("1", "warning")
+    bounds = {entry["name"]: entry.get("value") for entry in autoscaler["env"]}
+    assert (bounds["RAY_ROTATION_MAX_BYTES"], bounds["RAY_ROTATION_BACKUP_COUNT"]) == ("10485760", "1")
+
+
 def test_an_account_that_kuberay_would_clip_stops_the_install() -> None:
     """The head's pod would be refused: KubeRay clips the name in the pod, but not that of the account."""
     named_by_the_user = {"serviceAccount": {"create": False, "name": "a" * 51}}

@@ -466,6 +466,7 @@ def test_a_worker_in_a_raycluster_has_the_pod_of_a_worker_in_a_deployment() -> N
             assert here[part] == there[part], part
         assert {one["name"] for one in here["env"]} - {one["name"] for one in there["env"]} == {
             *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_memory_monitor_refresh_ms", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"),
+            *("RAY_LOG_TO_STDERR", "RAY_BACKEND_LOG_LEVEL"),
             "TANDEM_RAY_ADDRESS",
         }
         assert "command" not in here  # KubeRay's

@@ -210,4 +210,7 @@ spec:
 # A worker is its actor's process; Ray must not restart it for memory that the pod's limit already bounds.
 - {name: RAY_memory_monitor_refresh_ms, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+# Ray's processes, workers and the supervisor among them, write to the container's log, and no files of their own.
+- {name: RAY_LOG_TO_STDERR, value: "1"}
+- {name: RAY_BACKEND_LOG_LEVEL, value: warning}
 {{- end }}
