@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from itertools import chain
@@ -12,6 +13,15 @@ from kvtransfer.types import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
 from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
+
+_INTERNAL_ID = re.compile(r"(.+)\.[0-9a-f]{8}(?:-\d+)?(?:/\d+)?")
+
+
+def client_request_id(internal_id: str) -> str:
+    """The client's request id, for log lines: of `ID.RANDOM`, `ID.RANDOM-CHOICE`, `ID.RANDOM-CHOICE/ATTEMPT`
+    (services/router/preprocess/request.py, services/decode/remote_prefill.py). Anything else is returned unchanged."""
+    found = _INTERNAL_ID.fullmatch(internal_id)
+    return found[1] if found else internal_id
 
 
 def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:

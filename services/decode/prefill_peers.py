@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
+from structlog.contextvars import clear_contextvars
 
 from engine.core.kv_layout import KvLayout
 from kvtransfer.transport import Transport
@@ -153,6 +154,7 @@ class PrefillPeers:
 
     async def _verified(self, link: _Link) -> None:
         """Repeats the verification until a block arrives, or the worker has another incarnation or layout."""
+        clear_contextvars()  # of the request that began it: it serves all that use the link
         pause_s = VERIFY_MIN_S
         log.warning("source.refused", source=link.incarnation[0], error=link.failed and link.failed.message)
         while True:
@@ -195,6 +197,7 @@ class PrefillPeers:
             pause_s = min(2 * pause_s, VERIFY_MAX_S)
 
     async def _connect(self, link: _Link) -> PrefillPeer:
+        clear_contextvars()  # of the request that began it
         (worker_id, incarnation), address = link.incarnation, link.address
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address))
         try:

@@ -47,12 +47,12 @@ class RequestCleanup:
             await receiver.abort()
         except Exception as error:  # noqa: BLE001, it is logged
             # Fail closed: a read that may still be in flight must not write into another request's KV.
-            log.error("transfer.not_ended", request=name, error=str(error), note="its blocks stay held")
+            log.error("transfer.not_ended", sequence=name, error=str(error), note="its blocks stay held")
             self._stuck.append(held)
             return
         if (seconds := monotonic() - began) > ABORT_WAIT_S:
-            log.warning("transfer.ended_late", request=name, seconds=round(seconds, 2))
+            log.warning("transfer.ended_late", sequence=name, seconds=round(seconds, 2))
         try:
             await held.aclose()
         except TandemError as error:
-            log.warning("transfer.not_freed", request=name, error=error.message)  # the engine has stopped
+            log.warning("transfer.not_freed", sequence=name, error=error.message)  # the engine has stopped

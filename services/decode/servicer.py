@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 import grpc
+from structlog.contextvars import bind_contextvars
 
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
@@ -33,7 +34,13 @@ from services.decode.remote_prefill import PrefillResult, RemotePrefill
 from services.decode.request_cleanup import RequestCleanup
 from services.decode.stream_mux import StreamMuxes
 from services.grpc_server import Channels
-from services.proto_convert import logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
+from services.proto_convert import (
+    client_request_id,
+    logprobs_to,
+    prompt_logprobs_to,
+    sampling_from,
+    sequence_tokens,
+)
 from services.watchdog import Check
 from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
@@ -71,6 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext) -> None:
         mux = self._muxes.get(request.feed_id)
         with self._worker.tracing.serve("decode", context.invocation_metadata) as span:
+            bind_contextvars(request=client_request_id(request.request_id))
             await self._decode(DecodeCall(request, context, mux, span))
 
     async def _decode(self, call: DecodeCall) -> None:

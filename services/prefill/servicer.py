@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 import grpc
+from structlog.contextvars import bind_contextvars
 
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
@@ -24,7 +25,15 @@ from engine.runner.block_reader import block_reader
 from kvtransfer.sender import PART_BYTES, Sender
 from kvtransfer.types import DigestBlocks, Offer, Ticket, digests
 from services.kv_links import answered
-from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
+from services.proto_convert import (
+    client_request_id,
+    logprobs_to,
+    peer_to,
+    prompt_logprobs_to,
+    ready_to,
+    sampling_from,
+    sequence_tokens,
+)
 from services.worker import Worker, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.sampling import Sampling
@@ -44,6 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         worker = self._worker
         with worker.tracing.serve("prefill", context.invocation_metadata) as span:
+            bind_contextvars(request=client_request_id(request.request_id))
             self._check(request)
             began = monotonic()
             sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)

@@ -12,8 +12,12 @@ import pytest
 from tandem.async_client import AsyncClient
 from tandem.errors import Busy, InvalidRequest, Unauthenticated
 from tests.support.faults import slow_down
+from tests.support.harness import Process, local_cluster
+from tests.support.talking import LINE
+from tests.support.waiting import wait_until
 
 ANNA, OPS = "anna-key-0123456789", "ops-key-0123456789"
+DEMO = Path(__file__).parents[2] / "demo/model"
 SECRET = "a sentence that nobody else may read"
 
 
@@ -78,6 +82,34 @@ async def test_a_request_has_one_line_however_it_ends(
         capsys.readouterr()
         await cluster.client.generate([7, 8, 9], max_tokens=2)
         assert lines(capsys)[0] == []
+
+
+def test_the_lines_of_a_request_have_its_id_in_every_process() -> None:
+    """Without a trace, the client's id leads from the router's line to those of the decode and the prefill worker, for
+    each of its completions. Control: at the same workers, the lines of another request have the other id, and that of
+    the connection, which both use, has none; no line has the prompt."""
+
+    def said(process: Process, *events: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in process.text().splitlines() if line.startswith('{"')]
+        return [line for line in lines if line["event"] in events]
+
+    def begun(process: Process) -> list[str]:
+        return [line["request"] for line in said(process, LINE, "request")]
+
+    with local_cluster(DEMO, module="tests.support.talking", log_format="json") as cluster:
+        client = cluster.client()
+        client.generate(SECRET, n=2, max_tokens=2, request_id="a.b/1")
+        client.generate(SECRET, max_tokens=2, request_id="other")
+        ours = {
+            "router-0": ["a.b/1", "other"],
+            "decode-0": ["a.b/1", "a.b/1", "other"],
+            "prefill-0": ["a.b/1", "other"],  # one prompt for both completions
+        }
+        logs = [cluster.processes[name] for name in ours]
+        wait_until(lambda: {log.name: begun(log) for log in logs} == ours, explain=lambda: [log.text() for log in logs])
+        (connected,) = said(cluster.processes["decode-0"], "source.connected")
+        assert "request" not in connected
+        assert not [log.name for log in logs if SECRET in log.text()]
 
 
 def order(line: dict[str, Any]) -> int:

@@ -103,13 +103,21 @@ class LocalCluster:
     """Valkey, a router, and workers by name; `kill` and `start_worker` as the test pleases."""
 
     def __init__(
-        self, model: Path | str, *, prefill: int = 1, decode: int = 1, step_s: float = 0.0, **settings: object
+        self,
+        model: Path | str,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        step_s: float = 0.0,
+        module: str = "services",
+        **settings: object,
     ) -> None:
-        """`step_s`: seconds by which each step of every engine takes longer until `hurry` (tests/support/slowly.py)."""
+        """`step_s`: seconds by which each step of every engine takes longer until `hurry` (tests/support/slowly.py).
+        `module`: what each process runs if its steps are not slower."""
         # Prompts go to prefill workers, always: a test of the seam must cross it.
         fixed = {"threads": 1, "kv_blocks": 512, "device": "cpu", "local_prefill": "never"}
         self._settings = {"model": str(model), **fixed, **settings}
-        self._step_s = step_s
+        self._step_s, self._module = step_s, module
         self._folder = tempfile.TemporaryDirectory(prefix="tdm-")
         self._quick = Path(self._folder.name) / "quick"
         self._valkey = EmbeddedValkey(Path(self._folder.name))
@@ -149,7 +157,7 @@ class LocalCluster:
         slower = self._step_s if step_s is None else step_s
         if slower:
             chosen |= {"TESTS_STEP_S": str(slower), "TESTS_QUICK": str(self._quick)}
-        module = "tests.support.slowly" if slower else "services"
+        module = "tests.support.slowly" if slower else self._module
         self.processes[name] = Process(name, Copy(module, [role, name], env | chosen))
 
     def wait_ready(self, name: str) -> None:
