@@ -412,6 +412,23 @@ def test_what_asks_the_hub_has_the_environment_for_that(orchestrator: str) -> No
     }
 
 
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_an_entry_of_env_replaces_the_charts(orchestrator: str) -> None:
+    """Each name is there once: the API server refuses two in a RayCluster, and in any pod with server-side apply."""
+    names = ("HF_HUB_OFFLINE", "UCX_TLS", "TANDEM_KV_BLOCKS", "RAY_BACKEND_LOG_LEVEL", "TANDEM_TARGET", "OTHER")
+    ours = [{"name": name, "value": "ours"} for name in names]
+    values = merged(example("rdma"), {"settings": {"model": "demo/model", "kv_blocks": 9}, "ucx": {"UCX_TLS": "tcp"}})
+    of_pools = {pool: {"env": ours} for pool in ("prefill", "decode")}
+    values = merged(values, {"pools": of_pools, "router": {"env": ours}, "ray": {"head": {"env": ours}}})
+    found = pods(render({**values, "orchestrator": orchestrator}))
+    envs = [one["env"] for _, template in found for one in containers(template["spec"]) if one.get("env")]
+    for env in envs:
+        assert len({one["name"] for one in env}) == len(env)
+    changed = [{one["name"]: one.get("value") for one in env if one in ours} for env in envs if ours[-1] in env]
+    assert len(changed) == {"kubernetes": 3, "ray": 6}[orchestrator]  # with Ray also of head, driver and upgrade
+    assert changed == [dict.fromkeys(names, "ours")] * len(changed)
+
+
 def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:
     """Namespace and release are labels, which sums drop; severities and the URL of the pages are values."""
     severities = {"page": "critical", "ticket": "warning"}

@@ -168,6 +168,19 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 
 {{- /* The environment besides the settings */}}
+{{- /* Entries of a container's `env`: a later one, as of the values, replaces an earlier one of its name. Server-side
+apply refuses two of one name, and a RayCluster in any case. */}}
+{{- define "tandem.once" -}}
+{{- $entries := dict }}{{ $names := list }}
+{{- range . | fromYamlArray }}
+{{- if not (hasKey $entries .name) }}{{ $names = append $names .name }}{{ end }}
+{{- $_ := set $entries .name . }}
+{{- end }}
+{{- range $names }}
+- {{ get $entries . | toJson }}
+{{- end }}
+{{- end }}
+
 {{- define "tandem.env" -}}
 - {name: HOME, value: /cache}
 # Provides a user name, also where the platform chooses the user id.

@@ -34,6 +34,13 @@
 {{- end }}
 {{- end }}
 
+{{- /* (of: a pool, settings) */}}
+{{- define "tandem.worker.all_env" -}}
+{{- $settings := include "tandem.settings" (dict "root" .of.root "settings" .settings) }}
+{{- $parts := list $settings (include "tandem.worker.device" .of) (include "tandem.worker.port" .of) (include "tandem.worker.env" .of) }}
+{{- join "\n" $parts }}
+{{- end }}
+
 {{- define "tandem.worker.port" -}}
 - {name: TANDEM_WORKER_PORT, value: {{ .root.Values.worker_port | quote }}}
 {{- if not (or (hasKey .root.Values.settings "threads") (hasKey .of.settings "threads")) }}
@@ -113,10 +120,7 @@ spec:
           imagePullPolicy: {{ $values.image.pullPolicy }}
           command: [python, -m, services, {{ .component }}, $(POD_NAME)]
           env:
-            {{- include "tandem.settings" (dict "root" .root "settings" .of.settings) | nindent 12 }}
-            {{- include "tandem.worker.device" . | nindent 12 }}
-            {{- include "tandem.worker.port" . | nindent 12 }}
-            {{- include "tandem.worker.env" . | nindent 12 }}
+            {{- include "tandem.once" (include "tandem.worker.all_env" (dict "of" . "settings" .of.settings)) | nindent 12 }}
           ports:
             {{- include "tandem.worker.ports" . | nindent 12 }}
           {{- include "tandem.probes" (dict "of" .of.probes "startup_s" .of.startup_s) | nindent 10 }}

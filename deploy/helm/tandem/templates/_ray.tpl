@@ -28,10 +28,10 @@ spec:
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [python, -m, cluster.kuberay.driver]
       env:
-        {{- include "tandem.ray.env" $release | nindent 8 }}
-        {{- include "tandem.settings" (dict "root" $root "settings" (dict "drain_grace_s" (include "tandem.ray.grace" $pools | float64) "ray_address" $here)) | nindent 8 }}
-        {{- include "tandem.env" $root | nindent 8 }}
-        {{- with $values.ray.head.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- $settings := dict "drain_grace_s" (include "tandem.ray.grace" $pools | float64) "ray_address" $here }}
+        {{- $parts := list (include "tandem.ray.env" $release) (include "tandem.settings" (dict "root" $root "settings" $settings)) (include "tandem.env" $root) }}
+        {{- with $values.ray.head.env }}{{ $parts = append $parts (toYaml .) }}{{ end }}
+        {{- include "tandem.once" (join "\n" $parts) | nindent 8 }}
         - {name: POOL_OBJECTS, value: "{{ $name }}{{ with $root.Model }}-{{ . }}{{ end }}"}
         - {name: RELEASE_CLUSTERS, value: {{ toJson $clusters | quote }}}
         {{- if $values.ray.switch_roles }}
@@ -61,9 +61,9 @@ spec:
       image: {{ include "tandem.image" (dict "root" $release "image" "worker") }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       env:
-        {{- include "tandem.ray.env" $release | nindent 8 }}
-        {{- include "tandem.env" $release | nindent 8 }}
-        {{- with $values.ray.head.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- $parts := list (include "tandem.ray.env" $release) (include "tandem.env" $release) }}
+        {{- with $values.ray.head.env }}{{ $parts = append $parts (toYaml .) }}{{ end }}
+        {{- include "tandem.once" (join "\n" $parts) | nindent 8 }}
       ports:
         - {name: gcs-server, containerPort: 6379}
       # The images have no dashboard, whose agent KubeRay's own probes would ask.
@@ -112,12 +112,10 @@ spec:
       image: {{ include "tandem.image" (dict "root" $root "image" "worker") }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       env:
-        {{- include "tandem.ray.env" $root | nindent 8 }}
-        # Workers read their settings from here (services/pod_launch.py).
-        {{- include "tandem.settings" (dict "root" $root "settings" (include "tandem.over" (list $pool.settings (dict "drain_grace_s" $grace)) | fromJson)) | nindent 8 }}
-        {{- include "tandem.worker.device" $group | nindent 8 }}
-        {{- include "tandem.worker.port" $group | nindent 8 }}
-        {{- include "tandem.worker.env" $group | nindent 8 }}
+        {{- /* Workers read their settings from here (services/pod_launch.py). */}}
+        {{- $settings := include "tandem.over" (list $pool.settings (dict "drain_grace_s" $grace)) | fromJson }}
+        {{- $of_worker := include "tandem.worker.all_env" (dict "of" $group "settings" $settings) }}
+        {{- include "tandem.once" (printf "%s\n%s" (include "tandem.ray.env" $root) $of_worker) | nindent 8 }}
       ports:
         {{- include "tandem.worker.ports" $group | nindent 8 }}
         - {name: raylet, containerPort: 6380}
@@ -143,7 +141,7 @@ spec:
 {{- /* As tandem.ray.worker, and resources: of all but sizes, which only the driver reads. No prefill workers at all is no
 size: decode workers then compute prompts. */}}
 {{- define "tandem.ray.worker.digest" -}}
-{{- $text := regexReplaceAll "- name: TANDEM_(PREFILL|DECODE)(_MAX)?\\s+value: \"[1-9].*" (include "tandem.ray.worker" .) "" }}
+{{- $text := regexReplaceAll `- {"name":"TANDEM_(PREFILL|DECODE)(_MAX)?","value":"[1-9].*` (include "tandem.ray.worker" .) "" }}
 {{- include "tandem.ray.digest" (dict "text" $text "with" .resources) }}
 {{- end }}
 
@@ -176,10 +174,10 @@ spec:
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
       command: [python, -m, cluster.kuberay.upgrade]
       env:
-        {{- include "tandem.settings" (dict "root" .root "settings" dict) | nindent 8 }}
+        {{- $parts := list (include "tandem.settings" (dict "root" .root "settings" dict)) "- {name: HOME, value: /tmp}" }}
         {{- /* The user's own registry may need a file, which routers have, too. */}}
-        {{- with .root.Values.router.env }}{{ toYaml . | nindent 8 }}{{ end }}
-        - {name: HOME, value: /tmp}
+        {{- with .root.Values.router.env }}{{ $parts = append $parts (toYaml .) }}{{ end }}
+        {{- include "tandem.once" (join "\n" $parts) | nindent 8 }}
         - {name: UPGRADE, value: {{ toJson .release | quote }}}
       resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
       terminationMessagePolicy: FallbackToLogsOnError
