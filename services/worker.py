@@ -34,7 +34,8 @@ from tandem.linear_fit import places
 from tandem.settings import PROMPT_STEP_SHARE, Settings
 from tandem.tasks import fail, once, within
 from tandem.telemetry import tracing
-from tandem.telemetry.metrics import Load, Reach, WorkerMetrics
+from tandem.telemetry.cluster_metrics import Reach
+from tandem.telemetry.metrics import Load, WorkerMetrics
 from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 

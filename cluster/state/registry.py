@@ -279,6 +279,11 @@ class Registry:
         )
         return holder.decode(), int(left_ms) / 1000
 
+    async def supervised(self) -> bool:
+        """Whether a supervisor holds the lease."""
+        async with self._store.connection() as client:
+            return bool(await client.exists(f"{self._prefix}:supervisor"))
+
     async def release_lease(self, token: str) -> None:
         """Releases the supervisor's lease, if it is the caller's."""
         await self._store.run(RELEASE_LEASE, [f"{self._prefix}:supervisor"], [token])

@@ -17,6 +17,7 @@ from services.router.preprocess.served_model import ServedModel
 from services.router.routing.placement import RoutingConfig
 from services.router.routing.prefix_index import PrefixIndex
 from services.router.routing.request_scheduler import RequestScheduler
+from services.router.supervision_watch import SupervisionWatch
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import TandemError
 from tandem.grpc_errors import calling
@@ -40,6 +41,7 @@ class ModelPools:
         self.settings = settings
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.view = WorkerLiveness(self.registry, settings.heartbeat_s, vocabulary)
+        self.supervision = SupervisionWatch(self.registry, self.view)
         self.heartbeat = Heartbeat(self.registry, describe, settings.heartbeat_s)
         self.adapters = AdapterFollower(self.registry, settings.heartbeat_s, self.heartbeat.changed)
         self.served = ServedModel(self.view, settings.adapters, self.adapters)
@@ -55,6 +57,7 @@ class ModelPools:
         """Reads the registry; `announce` makes the router known."""
         await self.view.start()
         await self.adapters.start()
+        self.supervision.start()
         self._reaching = forever(self._reach, name="reach")
 
     async def announce(self) -> None:
@@ -90,6 +93,7 @@ class ModelPools:
     async def stop(self) -> None:
         await end(self._reaching)
         await end(self._indexing)
+        await self.supervision.stop()
         await self.adapters.stop()
         await self.heartbeat.stop()
         await self.view.stop()

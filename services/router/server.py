@@ -57,8 +57,9 @@ from tandem.model_settings import settings_of_models
 from tandem.settings import Settings
 from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
+from tandem.telemetry.cluster_metrics import Reach
 from tandem.telemetry.exposition import Exposition
-from tandem.telemetry.metrics import Reach, RouterMetrics
+from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
 
@@ -120,7 +121,8 @@ class Router:
         settings, tokenizer = parts.settings, parts.tokenizer
         pools = ModelPools(settings, self.channels, lambda: self._describe(model), tokenizer.vocabulary_digest)
         waiting, reach = pools.scheduler.waiting, partial(self._reach, pools)
-        metrics = RouterMetrics(settings, self.worker_id, waiting, reach, of_process=not self._metrics)
+        supervision, first = (lambda: pools.supervision.latest), not self._metrics
+        metrics = RouterMetrics(settings, self.worker_id, waiting, reach, supervision, of_process=first)
         self._metrics.append(metrics)
         poison = PoisonCheck(pools.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
         runner = CompletionRunner(settings, pools.scheduler, pools.prefixes, pools.muxes, poison)

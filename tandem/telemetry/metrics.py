@@ -4,7 +4,7 @@
             └─ WorkerMetrics    blocks, steps, transfers; gauges are read at each scrape
 
 A worker has one of these objects, a router one for each of its models. exposition.py adds the labels pool, worker and
-model to each sample.
+model to each sample. What a process sees of its cluster is in cluster_metrics.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import Settings
 from tandem.telemetry import outcomes
+from tandem.telemetry.cluster_metrics import Reach, RegistryReach, Supervision, SupervisionSeen
 from tandem.telemetry.exposition import Exposed, Exposition
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -40,30 +41,6 @@ TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 
 LENGTH_BUCKETS = tuple(float(2**power) for power in range(0, 19, 1) if power not in (1, 3))  # in tokens
 MAX_TENANTS = 100  # that have their own samples
 OTHER_TENANTS = "(others)"  # not a tenant's name: names have no brackets
-
-
-class Reach(NamedTuple):
-    """How a process last reached the registry. None: not known, or not permitted to know."""
-
-    up: bool = True
-    round_trip_s: float | None = None
-    memory: tuple[int, int] | None = None  # bytes in use, and the limit; 0: no limit
-
-
-class RegistryReach(Collector):
-    def __init__(self, reach: Callable[[], Reach]) -> None:
-        self._reach = reach
-
-    def collect(self) -> Iterator[Metric]:
-        reach = self._reach()
-        yield _gauge("tandem_registry_up", "1 while the registry answers this process.", reach.up)
-        if reach.round_trip_s is not None:
-            yield _gauge("tandem_registry_round_trip_seconds", "Of the latest answered call.", reach.round_trip_s)
-        if reach.memory is not None:
-            used, most = reach.memory
-            yield _gauge("tandem_registry_memory_used_bytes", "Memory of the registry's server.", used)
-            if most:
-                yield _gauge("tandem_registry_memory_limit_bytes", "Its maxmemory.", most)
 
 
 class Metrics(Exposition):
@@ -120,7 +97,8 @@ class Tokens(Collector):
 
 
 class RouterMetrics(Metrics):
-    """Metrics of a router. `waiting` returns how many answers wait for a place."""
+    """Metrics of a router. `waiting` returns how many answers wait for a place; `supervision`, as `reach`, is called at
+    every scrape."""
 
     def __init__(
         self,
@@ -128,11 +106,13 @@ class RouterMetrics(Metrics):
         worker: str,
         waiting: Callable[[], int],
         reach: Callable[[], Reach] = Reach,
+        supervision: Callable[[], Supervision] = Supervision,
         *,
         of_process: bool = True,
     ) -> None:
         super().__init__(settings, "router", worker, reach, of_process=of_process)
         registry = self._registry
+        registry.register(SupervisionSeen(supervision))
         self._requests = Counter(
             "tandem_requests_total",
             "Requests that ended: ok, refused (the request or its timing), failed (the cluster), cancelled.",

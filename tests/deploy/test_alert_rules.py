@@ -89,10 +89,18 @@ class Case:
     fires: bool = False
     at: str = "1h"
     model: str = ""  # that the alert names
+    role: str = ""  # likewise
 
 
-def case(alert: str, what: str, given: list[dict[str, str]], fires: bool, model: str = "") -> Case:
-    return Case(alert, what, given, None, fires, model=model)
+def case(alert: str, what: str, given: list[dict[str, str]], fires: bool, model: str = "", role: str = "") -> Case:
+    return Case(alert, what, given, None, fires, model=model, role=role)
+
+
+def sizes(ready: float | str, wanted: float, role: str = "decode") -> list[dict[str, str]]:
+    """As each of two routers knows them."""
+    more = f',role="{role}"'
+    ready_of_both = of("router", "tandem_ready_workers", ready, ready, more=more)
+    return ready_of_both + of("router", "tandem_wanted_workers", wanted, wanted, more=more)
 
 
 def burn(alert: str, what: str, given: list[dict[str, str]], *windows: str) -> Case:
@@ -124,6 +132,13 @@ CASES = [
     ),
     case("TandemNoPrefillWorker", "none is ready", of("prefill", "tandem_worker_state", 0, more=READY), True),
     case("TandemNoPrefillWorker", "one", of("prefill", "tandem_worker_state", 1, more=READY), False),
+    case("TandemNoSupervisor", "no router knows one", of("router", "tandem_supervisor_up", 0, 0), True),
+    case("TandemNoSupervisor", "one of two routers knows it", of("router", "tandem_supervisor_up", 0, 1), False),
+    case("TandemNoSupervisor", "not known", of("router", "tandem_registry_up", 0), False),
+    case("TandemPoolShort", "one of two", sizes(1, 2) + sizes(3, 3, "prefill"), True, role="decode"),
+    case("TandemPoolShort", "none at all", sizes(3, 3) + sizes(0, 1, "prefill"), True, role="prefill"),
+    case("TandemPoolShort", "all, one pool more", sizes(2, 2) + sizes(4, 1, "prefill"), False),
+    case("TandemPoolShort", "for ten minutes", sizes("2x49 1x11", 2), False),
     case("TandemPrefillBacklog", "on average", of("prefill", "tandem_prefill_backlog_seconds", 4, 30), True),
     case("TandemPrefillBacklog", "of one of three", of("prefill", "tandem_prefill_backlog_seconds", 20, 1, 1), False),
     case("TandemKvFull", "all", of("decode", "tandem_kv_cache_usage_ratio", 0.99, 0.97), True),
@@ -218,8 +233,8 @@ def expected(one: Case, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wanted = [rule for rule in known if rule["alert"] == one.alert]
     if one.windows is not None:
         wanted = [rule for rule in wanted if rule["labels"]["window"] in one.windows]
-    model = {"model": one.model} if one.model else {}
-    return [{"exp_labels": rule["labels"] | model, "exp_annotations": rule["annotations"]} for rule in wanted]
+    more = {name: value for name, value in (("model", one.model), ("role", one.role)) if value}
+    return [{"exp_labels": rule["labels"] | more, "exp_annotations": rule["annotations"]} for rule in wanted]
 
 
 def written(folder: Path, cases: list[Case], known: list[dict[str, Any]]) -> list[Path]:
@@ -298,6 +313,26 @@ def test_a_model_whose_pool_reports_nothing_is_missed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+def test_each_model_needs_a_supervisor_and_a_removed_one_does_not(tmp_path: Path) -> None:
+    """Each model has its own, so that of another one must not hide its loss. Former routers still tell of a model that
+    was removed, whose supervisor has ended."""
+    two = [{"name": name, "settings": {"model": name}} for name in ("chat", "small")]
+    documents = render({"settings": {}, "models": two, "prometheus": {"rules": True}})
+    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+    up, sizes_of = "tandem_supervisor_up", ("tandem_ready_workers", "tandem_wanted_workers")
+    ready, wanted = (
+        models("router", name, ',role="decode"', chat=2, small=size, former=size)
+        for name, size in zip(sizes_of, (0, 2), strict=True)
+    )
+    cases = [
+        case("TandemNoSupervisor", "one of two", models("router", up, chat=1, small=0), True, "small"),
+        case("TandemNoSupervisor", "removed", models("router", up, chat=1, small=1, former=0), False),
+        case("TandemPoolShort", "of one of two, and removed", ready + wanted, True, "small", "decode"),
+    ]
+    done = promtool("test", "rules", *written(tmp_path, cases, rule["spec"]["groups"][0]["rules"]))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
 def test_only_models_whose_pools_have_rdma_are_told_of_tcp() -> None:
     """Of several models, one without RDMA moves its KV over TCP as it should."""
     fast = {"pools": {pool: {"rdma": {"count": 1}} for pool in ("prefill", "decode")}}
@@ -331,7 +366,9 @@ def test_no_alert_misses_a_pool_that_nobody_wants() -> None:
     assert alerts({"settings": {}, "models": [first, {"name": "b", **own}]}) == with_pool
 
 
-@pytest.mark.parametrize("alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull"])
+@pytest.mark.parametrize(
+    "alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull", "TandemNoSupervisor", "TandemPoolShort"]
+)
 def test_control_an_alert_with_another_bound_is_found(tmp_path: Path, alert: str) -> None:
     """Control: an alert that always fires and one that never fires are found."""
     cases = [one for one in CASES if one.alert == alert]

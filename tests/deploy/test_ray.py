@@ -7,6 +7,7 @@ import json
 import secrets
 import tempfile
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.free_port import free_port
 from tandem.client import Client
@@ -126,6 +128,14 @@ def end(pod: Pod) -> None:
         kill(family)
 
 
+def told(router: Pod, metric: str, role: str = "") -> float | None:
+    """What Prometheus would read; None: the metric has no sample."""
+    with urllib.request.urlopen(f"http://{router.ip}:{router.port('metrics')}/metrics", timeout=SOON_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found = [one for family in families for one in family.samples if one.name == metric]
+    return next((one.value for one in found if one.labels.get("role", "") == role), None)
+
+
 def router_of(start: Start) -> Pod:
     """A router that is ready; fails with the logs of all pods."""
     router = start("router")
@@ -210,7 +220,7 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     and another worker starts in the next pod. The control: a pod that is lost costs its requests a second attempt.
 
     Finally an upgrade lets pods serve either pool: a worker in such a pod changes its pool in its process, and one in
-    an older pod does not."""
+    an older pod does not. A router's metrics tell of the workers, and of the supervisor's end with the head."""
     driver = start("head", container="driver")  # a sidecar: before Valkey and Ray
     driver.process.wait_for("waiting")
     for stored in ("valkey", "tables"):
@@ -279,6 +289,11 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
         when(client, workers | {"prefill-1": either.ip})
         assert {one.worker_id: one.pid for one in client.workers().workers}["prefill-1"] == process
         assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
+        wait_until(lambda: told(router, "tandem_ready_workers", "prefill") == 2, SOON_S, lambda: router.process.text())
+        assert told(router, "tandem_wanted_workers", "prefill") == 2
+        assert told(router, "tandem_supervisor_up") == 1
+        end(head)
+        wait_until(lambda: told(router, "tandem_supervisor_up") == 0, SOON_S, lambda: router.process.text())
     kept_secret = {value for pod in start.pods for name, value in pod.env.items() if name in SECRETS}
     assert len(kept_secret) == 3
     assert not [pod.name for pod in start.pods if any(secret in pod.process.text() for secret in kept_secret)]

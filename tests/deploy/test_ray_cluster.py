@@ -37,17 +37,30 @@ def test_the_containers_of_the_heads_pod_see_each_others_processes() -> None:
 @pytest.mark.parametrize("own", [True, False], ids=["own-registry", "valkey"])
 def test_what_tenants_store_takes_no_memory_from_rays_tables(own: bool) -> None:
     """A Valkey at its maxmemory refuses writes, and Ray's head ends when one of its own is refused. So the tables are
-    in another Valkey, without a maxmemory, that only the head may reach, also if the registry is the user's Redis."""
-    documents = render(merged(VALUES, {"valkey": {"enabled": not own}, "redis": {"secret": "r"}}))
+    in another Valkey, with a maxmemory of its own, that only the head may reach, also if the registry is the user's
+    Redis."""
+    values = merged(VALUES, {"valkey": {"enabled": not own, "maxmemory": "99mb"}, "redis": {"secret": "r"}})
+    documents = render(merged(values, {"ray": {"tables": {"maxmemory": "222mb"}}}))
     assert ray_cluster(documents)["gcsFaultToleranceOptions"]["redisAddress"] == f"redis://{NAME}-tandem-tables:6379"
     (container,) = named(documents, "StatefulSet", "-tables")["spec"]["template"]["spec"]["containers"]
     options = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
-    assert (options["--maxmemory"], options["--appendonly"]) == ("0", "yes")
+    assert (options["--maxmemory"], options["--appendonly"]) == ("222mb", "yes")
     assert named(documents, "Service", "-tables")["spec"]["ports"][0]["port"] == 6379
     (rule,) = named(documents, "NetworkPolicy", "-tables")["spec"]["ingress"]
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
     assert not [one for one in render(example("laptop")) if one["metadata"]["name"].endswith("-tables")]
+
+
+@pytest.mark.parametrize("component", ["-valkey", "-tables"])
+def test_a_valkey_is_full_before_the_kernel_would_kill_it(component: str) -> None:
+    """It then refuses writes and keeps what it has; one that was killed would load the same data and be killed again. A
+    quarter of its limit is left for what maxmemory does not count, such as a copy that writes its file anew."""
+    (container,) = named(render(VALUES), "StatefulSet", component)["spec"]["template"]["spec"]["containers"]
+    options = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    limit = container["resources"]["limits"]["memory"]
+    assert options["--maxmemory-policy"] == "noeviction"
+    assert 0 < int(options["--maxmemory"].removesuffix("mb")) <= 0.75 * int(limit.removesuffix("Mi"))
 
 
 def test_an_autoscaler_that_ends_starts_again(tmp_path: Path) -> None:

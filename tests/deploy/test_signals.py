@@ -13,7 +13,8 @@ import yaml
 from prometheus_client.core import Metric
 
 from tandem.settings import Settings
-from tandem.telemetry.metrics import Load, Metrics, Reach, RouterMetrics, WorkerMetrics
+from tandem.telemetry.cluster_metrics import PoolSize, Reach, Supervision
+from tandem.telemetry.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
 from tests.deploy.chart import CHART, ROOT, Document, example, render, texts
 
 RUNBOOKS = ROOT / "docs/runbooks"
@@ -28,9 +29,10 @@ def counted() -> dict[str, set[str]]:
     settings = Settings(model="m")
     load = Load("ready", 0, 0, 1, 0, 0, 0, 1.0, 0)
     reach = Reach(True, 0.001, (1, 2))
+    supervision = Supervision(True, (PoolSize("decode", 2, 1),))
     found: dict[str, set[str]] = {}
     for one in (
-        RouterMetrics(settings, "r", lambda: 0, lambda: reach),
+        RouterMetrics(settings, "r", lambda: 0, lambda: reach, lambda: supervision),
         WorkerMetrics(settings, "decode", "d", lambda: load),
     ):
         labels = {collector: set(getattr(collector, "_labelnames", ())) for collector in made(one)}
@@ -71,7 +73,7 @@ def asked(query: str) -> Iterator[tuple[str, set[str]]]:
 
 
 def everything() -> list[Document]:
-    return render(example("rdma")) + render(example("tenants"))
+    return render(example("ray")) + render(example("rdma")) + render(example("tenants"))
 
 
 def rules() -> list[Document]:
@@ -220,3 +222,13 @@ def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:
 
     assert "TandemKvOverTcp" in alerts("rdma")
     assert "TandemKvOverTcp" not in alerts("one-node")
+
+
+def test_only_releases_with_ray_are_told_of_a_supervisor() -> None:
+    """With `orchestrator: kubernetes` there is none, and its metric is 0."""
+    of_ray = {"TandemNoSupervisor", "TandemPoolShort"}
+    values = {**example("laptop"), "prometheus": {"rules": True}}
+    for orchestrator, expected in (("ray", of_ray), ("kubernetes", set())):
+        documents = render({**values, "orchestrator": orchestrator})
+        (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+        assert {one["alert"] for one in rule["spec"]["groups"][0]["rules"]} & of_ray == expected

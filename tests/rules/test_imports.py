@@ -152,7 +152,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("frontend",),
         ("models",),
         ("model_pools", "generation"),
-        ("execution",),
+        ("execution", "supervision_watch"),
         ("routing",),
         ("preprocess", "tenancy"),
         ("answer",),
@@ -230,7 +230,7 @@ ONLY_IN = {
     "starlette": ["services/router/frontend/"],  # doors are HTTP
     "uvicorn": ["services/router/frontend/http_server.py"],
     "opentelemetry": ["tandem/telemetry/tracing.py"],
-    "prometheus_client": ["tandem/telemetry/exposition.py", "tandem/telemetry/metrics.py"],
+    "prometheus_client": [f"tandem/telemetry/{name}.py" for name in ("cluster_metrics", "exposition", "metrics")],
     "compressed_tensors": ["engine/loading/quantized_checkpoint.py"],
     "aiohttp": ["loadtest/loadgen/targets.py"],
     "matplotlib": ["loadtest/harness/plots.py"],

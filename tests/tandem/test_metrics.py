@@ -25,7 +25,8 @@ from tandem.errors import (
 from tandem.settings import Settings
 from tandem.telemetry import exposition, metrics_server
 from tandem.telemetry import metrics as tandem_metrics
-from tandem.telemetry.metrics import STATES, Load, Reach, RouterMetrics, WorkerMetrics
+from tandem.telemetry.cluster_metrics import PoolSize, Reach, Supervision
+from tandem.telemetry.metrics import STATES, Load, RouterMetrics, WorkerMetrics
 from tandem.telemetry.metrics_server import Probes
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.metric_values import WHO, samples, values
@@ -200,6 +201,21 @@ def test_every_process_tells_whether_it_reaches_the_registry() -> None:
     found = values(metrics)
     assert found["tandem_registry_up",] == 0
     assert not [key for key in found if key[0].startswith("tandem_registry_") and key != ("tandem_registry_up",)]
+
+
+def test_a_router_tells_whether_a_supervisor_is_there_and_how_many_workers_are() -> None:
+    """Of each pool the wanted and the ready workers. What is not known has no sample: 0 would be a false alarm."""
+    seen = [Supervision(True, (PoolSize("decode", 3, 2), PoolSize("prefill", 1, 0)))]
+    metrics = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0, supervision=lambda: seen[0])
+    found = values(metrics)
+    assert found["tandem_supervisor_up",] == 1
+    assert [found["tandem_wanted_workers", role] for role in ("decode", "prefill")] == [3, 1]
+    assert [found["tandem_ready_workers", role] for role in ("decode", "prefill")] == [2, 0]
+    seen[0] = Supervision(False)
+    assert values(metrics)["tandem_supervisor_up",] == 0
+    seen[0] = Supervision()
+    unknown = ("tandem_supervisor_up", "tandem_wanted_workers", "tandem_ready_workers")
+    assert not [key for key in values(metrics) if key[0] in unknown]
 
 
 def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
