@@ -11,7 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,12 @@ def router_of(start: Start) -> Pod:
 
 
 def lines(pod: Pod) -> list[Document]:
-    """The log of its container, without what Ray and the commands write."""
-    return [json.loads(line) for line in pod.process.text().splitlines() if line.startswith('{"')]
+    """The log of its container, without what Ray and the commands write, and long lines cut by other processes."""
+    found = []
+    for line in pod.process.text().splitlines():
+        with suppress(json.JSONDecodeError):
+            found += [json.loads(line)] if line.startswith('{"') else []
+    return found
 
 
 def logged(pods: list[Pod], event: str, worker: str) -> list[Document]:

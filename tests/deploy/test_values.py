@@ -416,17 +416,32 @@ def test_what_asks_the_hub_has_the_environment_for_that(orchestrator: str) -> No
 def test_an_entry_of_env_replaces_the_charts(orchestrator: str) -> None:
     """Each name is there once: the API server refuses two in a RayCluster, and in any pod with server-side apply."""
     names = ("HF_HUB_OFFLINE", "UCX_TLS", "TANDEM_KV_BLOCKS", "RAY_BACKEND_LOG_LEVEL", "TANDEM_TARGET", "OTHER")
+    names += ("TANDEM_START_TIMEOUT_S", "HF_HUB_DISABLE_UPDATE_CHECK")
     ours = [{"name": name, "value": "ours"} for name in names]
     values = merged(example("rdma"), {"settings": {"model": "demo/model", "kv_blocks": 9}, "ucx": {"UCX_TLS": "tcp"}})
     of_pools = {pool: {"env": ours} for pool in ("prefill", "decode")}
     values = merged(values, {"pools": of_pools, "router": {"env": ours}, "ray": {"head": {"env": ours}}})
+    values = merged(values, {"settings": {"model": "org/name"}, "model_cache": {"job": {"env": ours}}})
     found = pods(render({**values, "orchestrator": orchestrator}))
     envs = [one["env"] for _, template in found for one in containers(template["spec"]) if one.get("env")]
     for env in envs:
         assert len({one["name"] for one in env}) == len(env)
     changed = [{one["name"]: one.get("value") for one in env if one in ours} for env in envs if ours[-1] in env]
-    assert len(changed) == {"kubernetes": 3, "ray": 6}[orchestrator]  # with Ray also of head, driver and upgrade
+    assert len(changed) == {"kubernetes": 7, "ray": 10}[orchestrator]  # with downloads, head, driver, upgrade
     assert changed == [dict.fromkeys(names, "ours")] * len(changed)
+
+
+def test_what_an_entry_of_env_refers_to_is_before_it() -> None:
+    """Kubernetes expands `$(NAME)` of earlier entries alone: an entry that refers to another of the values stays behind
+    it, and one that the chart's refer to keeps its place."""
+    entries = {"NODE": "10.0.0.9", "TANDEM_ADVERTISE_HOST": "$(NODE)", "VALKEY_PASSWORD": "other"}
+    ours = [{"name": name, "value": value} for name, value in entries.items()]
+    for orchestrator in ("kubernetes", "ray"):
+        values = merged(example("laptop"), {"orchestrator": orchestrator, "pools": {"decode": {"env": ours}}})
+        (template,) = [template for name, template in pods(render(values)) if name == f"{NAME}-tandem-decode"]
+        names = [one["name"] for one in template["spec"]["containers"][0]["env"]]
+        assert names.index("NODE") < names.index("TANDEM_ADVERTISE_HOST")
+        assert names.index("VALKEY_PASSWORD") < names.index("TANDEM_REDIS")
 
 
 def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:

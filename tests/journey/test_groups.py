@@ -174,6 +174,7 @@ async def test_a_rank_that_dies_between_two_roles_is_noticed(inside: Any, copies
         await until(lambda: engine.broken)
         with pytest.raises(Unavailable, match="a rank of this worker is lost"):
             await launch.start("prefill", cluster.settings, "prefill-0", engine=engine)
+        engine.stop()
 
 
 async def test_an_upgrade_to_other_ranks_and_another_type_of_kv_refuses_no_pair(inside: Any, tiny: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.contextvars import bind_contextvars, get_contextvars
 
 from services.decode import prefill_peers
 from services.decode.prefill_peers import PrefillPeers
@@ -46,7 +47,7 @@ async def test_a_bug_of_a_connection_is_a_failed_transfer_until_a_block_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker whose memory for a landing cannot be allocated, or whose transport fails in an unknown way, computes
-    prompts itself meanwhile."""
+    prompts itself meanwhile. The lines about the link, which is of all requests, name none."""
     monkeypatch.setattr(prefill_peers, "VERIFY_MIN_S", 0.0)
     again, verified, unused = asyncio.Event(), asyncio.Event(), cast(Any, None)
 
@@ -69,6 +70,13 @@ async def test_a_bug_of_a_connection_is_a_failed_transfer_until_a_block_arrives(
     monkeypatch.setattr(prefill_peers.prefill_pb2_grpc, "PrefillServiceStub", lambda _: None)
     peers = PrefillPeers(transport, unused, channels, verify, unused)
     monkeypatch.setattr(peers, "_landing", no_landing)
+    said: list[tuple[str, dict[str, Any]]] = []
+
+    def say(event: str, **_: object) -> None:
+        said.append((event, get_contextvars()))
+
+    monkeypatch.setattr(prefill_peers, "log", SimpleNamespace(info=say, warning=say))
+    bind_contextvars(request="the first")
     try:
         for _ in range(2):
             with pytest.raises(TransferFailed, match="incident"):
@@ -82,6 +90,8 @@ async def test_a_bug_of_a_connection_is_a_failed_transfer_until_a_block_arrives(
             assert found.peer.worker_id == "prefill-0"
     finally:
         await peers.close()
+    assert {event for event, _ in said} == {"source.refused", "source.connected", "source.verified"}
+    assert not [event for event, bound in said if bound]
 
 
 @pytest.mark.parametrize("before", ["a request", "nothing", "no answer", "no connection"])

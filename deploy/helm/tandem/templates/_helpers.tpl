@@ -167,13 +167,14 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 {{- end }}
 
-{{- /* The environment besides the settings */}}
 {{- /* Entries of a container's `env`: a later one, as of the values, replaces an earlier one of its name. Server-side
 apply refuses two of one name, and a RayCluster in any case. */}}
 {{- define "tandem.once" -}}
 {{- $entries := dict }}{{ $names := list }}
 {{- range . | fromYamlArray }}
-{{- if not (hasKey $entries .name) }}{{ $names = append $names .name }}{{ end }}
+{{- /* What refers to others stays behind them: Kubernetes expands names of entries before it. */}}
+{{- if contains "$(" (.value | default "") }}{{ $names = without $names .name }}{{ end }}
+{{- if not (has .name $names) }}{{ $names = append $names .name }}{{ end }}
 {{- $_ := set $entries .name . }}
 {{- end }}
 {{- range $names }}
@@ -181,6 +182,7 @@ apply refuses two of one name, and a RayCluster in any case. */}}
 {{- end }}
 {{- end }}
 
+{{- /* The environment besides the settings */}}
 {{- define "tandem.env" -}}
 - {name: HOME, value: /cache}
 # Provides a user name, also where the platform chooses the user id.
@@ -266,17 +268,23 @@ is a folder of the cache. none: the pod needs nothing of a model. */}}
   imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
   command: {{ toJson $command }}
   env:
-    - {name: HOME, value: /cache}
-    - {name: HF_HOME, value: /models/hub}
-    - {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
-    {{- include "tandem.hub_token" $.root | nindent 4 }}
-    {{- with $.root.Values.model_cache.job.env }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- include "tandem.once" (include "tandem.download.env" $.root) | nindent 4 }}
   resources: {{- toYaml $.root.Values.model_cache.job.resources | nindent 4 }}
   securityContext: {{- include "tandem.hardened" $.root | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /cache}
     - {name: models, mountPath: /models}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.download.env" -}}
+- {name: HOME, value: /cache}
+- {name: HF_HOME, value: /models/hub}
+- {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
+{{ include "tandem.hub_token" . }}
+{{- with .Values.model_cache.job.env }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 

@@ -28,25 +28,10 @@ spec:
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [python, -m, cluster.kuberay.driver]
       env:
-        {{- $settings := dict "drain_grace_s" (include "tandem.ray.grace" $pools | float64) "ray_address" $here }}
-        {{- $parts := list (include "tandem.ray.env" $release) (include "tandem.settings" (dict "root" $root "settings" $settings)) (include "tandem.env" $root) }}
+        {{- $driver := dict "root" $root "values" $values "pools" $pools "here" $here "object" $name "clusters" $clusters "sizes" $.sizes }}
+        {{- $parts := list (include "tandem.ray.env" $release) (include "tandem.ray.driver.env" $driver) }}
         {{- with $values.ray.head.env }}{{ $parts = append $parts (toYaml .) }}{{ end }}
         {{- include "tandem.once" (join "\n" $parts) | nindent 8 }}
-        - {name: POOL_OBJECTS, value: "{{ $name }}{{ with $root.Model }}-{{ . }}{{ end }}"}
-        - {name: RELEASE_CLUSTERS, value: {{ toJson $clusters | quote }}}
-        {{- if $values.ray.switch_roles }}
-        - {name: EITHER_POOL, value: "1"}
-        {{- end }}
-        {{- if $values.ray.spares }}
-        - {name: TANDEM_SPARES, value: {{ $values.ray.spares | quote }}}
-        {{- end }}
-        - {name: TANDEM_START_TIMEOUT_S, value: {{ max $pools.prefill.startup_s $pools.decode.startup_s | quote }}}
-        {{- if and $.sizes (not (has "tandem" (list $pools.prefill.autoscaling.kind $pools.decode.autoscaling.kind))) }}
-        {{- if $pools.prefill.replicas }}
-        - {name: TANDEM_PREFILL, value: {{ $pools.prefill.replicas | quote }}}
-        {{- end }}
-        - {name: TANDEM_DECODE, value: {{ $pools.decode.replicas | quote }}}
-        {{- end }}
       resources: {{- toYaml $values.ray.head.driver_resources | nindent 8 }}
       terminationMessagePolicy: FallbackToLogsOnError
       securityContext: {{- include "tandem.hardened" $release | nindent 8 }}
@@ -87,6 +72,28 @@ spec:
 {{- /* (root, component): the name of its group */}}
 {{- define "tandem.ray.group" -}}
 {{ with .root.Model }}{{ . }}-{{ end }}{{ .component }}
+{{- end }}
+
+{{- /* (root, values, pools, here, object, clusters, sizes) */}}
+{{- define "tandem.ray.driver.env" -}}
+{{- $settings := dict "drain_grace_s" (include "tandem.ray.grace" .pools | float64) "ray_address" .here }}
+{{- include "tandem.settings" (dict "root" .root "settings" $settings) }}
+{{ include "tandem.env" .root }}
+- {name: POOL_OBJECTS, value: "{{ .object }}{{ with .root.Model }}-{{ . }}{{ end }}"}
+- {name: RELEASE_CLUSTERS, value: {{ toJson .clusters | quote }}}
+{{- if .values.ray.switch_roles }}
+- {name: EITHER_POOL, value: "1"}
+{{- end }}
+{{- if .values.ray.spares }}
+- {name: TANDEM_SPARES, value: {{ .values.ray.spares | quote }}}
+{{- end }}
+- {name: TANDEM_START_TIMEOUT_S, value: {{ max .pools.prefill.startup_s .pools.decode.startup_s | quote }}}
+{{- if and .sizes (not (has "tandem" (list .pools.prefill.autoscaling.kind .pools.decode.autoscaling.kind))) }}
+{{- if .pools.prefill.replicas }}
+- {name: TANDEM_PREFILL, value: {{ .pools.prefill.replicas | quote }}}
+{{- end }}
+- {name: TANDEM_DECODE, value: {{ .pools.decode.replicas | quote }}}
+{{- end }}
 {{- end }}
 
 {{- /* (root, component, of, digest) */}}
@@ -174,11 +181,11 @@ spec:
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
       command: [python, -m, cluster.kuberay.upgrade]
       env:
-        {{- $parts := list (include "tandem.settings" (dict "root" .root "settings" dict)) "- {name: HOME, value: /tmp}" }}
+        {{- $parts := list (include "tandem.settings" (dict "root" .root "settings" dict)) }}
         {{- /* The user's own registry may need a file, which routers have, too. */}}
         {{- with .root.Values.router.env }}{{ $parts = append $parts (toYaml .) }}{{ end }}
+        {{- $parts = append $parts (printf "- {name: HOME, value: /tmp}\n- {name: UPGRADE, value: %s}" (toJson .release | quote)) }}
         {{- include "tandem.once" (join "\n" $parts) | nindent 8 }}
-        - {name: UPGRADE, value: {{ toJson .release | quote }}}
       resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
       terminationMessagePolicy: FallbackToLogsOnError
       securityContext: {{- include "tandem.hardened" .root | nindent 8 }}
