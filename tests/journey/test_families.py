@@ -7,6 +7,7 @@ test_sparse_indexers.py and test_recurrent_layers.py; between workers a block is
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,9 @@ async def test_tokens_equal_transformers_over_gloo(model: Path) -> None:
     await in_processes(model, "gloo:", transport="nccl")
 
 
-@pytest.mark.parametrize(
-    ("model", "transport"), [*((kind, "nixl") for kind in KINDS), ("tiny-jamba", "nccl")], indirect=["model"]
-)
+@pytest.mark.parametrize(("model", "transport"), [*itertools.product(KINDS, ["nixl", "nccl"])], indirect=["model"])
 async def test_tokens_of_every_other_kind_equal_transformers(inside: Any, model: Path, transport: str) -> None:
-    """Through the same router and workers in this process, also with KV over NIXL, and KV and states over Gloo;
+    """Through the same router and workers in this process, also with KV and states over NIXL, and over Gloo;
     afterwards nothing is held."""
     room = 1024  # blocks; a quarter is for snapshots, which must hold those of all these prompts
     async with inside(model=str(model), kv_blocks=room, **SETTINGS) as cluster:

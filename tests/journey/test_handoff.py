@@ -261,6 +261,7 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
         assert done.receipt.attempts == 1
 
 
+@both_transports
 async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ticket is valid for one release; its replay, another generation and an unknown id are refused."""
     used: list[Ticket] = []
@@ -373,6 +374,7 @@ async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> 
             assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
+@both_transports
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, again: bool
