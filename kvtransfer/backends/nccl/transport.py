@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import logging
 import secrets
@@ -184,7 +185,8 @@ class NcclTransport:
         )
         outgoing.put_nowait(opening)
         self._links[peer.agent_name] = link
-        task = asyncio.create_task(self._talk(peer, link, outgoing), name=f"kv link {name}")
+        fresh = contextvars.Context()  # the link serves all reads, so its log lines have no ids of this one's request
+        task = asyncio.create_task(self._talk(peer, link, outgoing), name=f"kv link {name}", context=fresh)
         self._dialling.add(task)
         task.add_done_callback(self._dialling.discard)
         link.start()
