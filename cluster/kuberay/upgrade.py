@@ -27,6 +27,7 @@ from cluster.kuberay.kubernetes_api import KubernetesApi
 from cluster.state.registry import Registry, State, WorkerRecord
 from tandem import settings as tandem_settings
 from tandem.errors import PreconditionFailed, SettingsError, TandemError, Unavailable
+from tandem.rpc.addresses import host_of
 from tandem.settings import Settings
 
 UPGRADE = "UPGRADE"  # environment variable: a Release, in JSON
@@ -233,7 +234,7 @@ def _standstill(found: Situation) -> str:
 
 
 def _host(record: WorkerRecord) -> str:
-    return record.address.rpartition(":")[0].strip("[]")
+    return host_of(record.address)
 
 
 def _annotated(described: Any) -> str:

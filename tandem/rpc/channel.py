@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from tandem.errors import InvalidRequest
+from tandem.rpc.addresses import host_of
 from tandem.telemetry.tracing import Span
 from tandem.v1 import generation_pb2, jobs_pb2
 
@@ -50,7 +51,7 @@ _SERVICE_CONFIG = {
 
 
 def _channel_options(target: str) -> list[tuple[str, Any]]:
-    host = target.rpartition(":")[0].strip("[]")
+    host = host_of(target)
     return [
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -25,8 +25,8 @@ SOURCE, SINK = 0, 1
 NCCL_POLL_S = 100e-6
 
 # torch's watchdogs abort the process when NCCL is late. A link has its own deadline, and the process must survive.
-# torch makes NCCL's communicator inside the first send or receive, and by default waits there without a limit for a
-# peer that is not there any more; a non-blocking communicator is polled for so many seconds at most
+# torch creates NCCL's communicator in the first send or receive. By default that call waits without a limit for a peer
+# that has gone; with a non-blocking communicator it waits for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds at most
 # (torch/csrc/cuda/nccl.cpp). Not run on a GPU.
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
