@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tandem.results import _Dict, from_message
+from tandem.rpc.addresses import host_of
 from tandem.v1 import admin_pb2, common_pb2
 
 BY_CHOICE = ", because the setting transport is nccl"
@@ -279,7 +280,7 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
     problems = list(answer.problems)
     if not answer.registry_reachable:
         problems.append("the registry does not answer")
-    hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in pools}
+    hosts = {worker.worker_id: host_of(worker.address) for worker in pools}
     slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
     sentences = [
         f"{pair.prefill_worker} and {pair.decode_worker} are on one host but communicate over TCP ({pair.transport}"

@@ -45,7 +45,6 @@ from services.watchdog import Check
 from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import IncompatibleLayout, PreconditionFailed, Unavailable
-from tandem.rpc.addresses import host_of
 from tandem.sampling import Sampling
 from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.tasks import end, forever
@@ -196,7 +195,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             transport=link,
             bytes_per_second=speed,
             device=device,
-            slow=why_slow(link, device) if host_of(where.address) != host_of(worker.address) else "",
+            slow=why_slow(link, device),
             why=source.transport.why(source.peer),
             converted=source.landing.names if source.landing else "",
         )
